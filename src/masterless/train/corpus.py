@@ -1,0 +1,327 @@
+"""Text to train on: the standard library's own source by default, or a user's files.
+
+Contract:
+
+* A *document* is one file (one line of a ``.jsonl`` file). Text is used as raw bytes, one token a byte, and each document ends
+  with the byte 0, which no text contains.
+* The split is by document, decided by a hash of its path inside the folder: the same on every machine, unchanged by the
+  documents around it. If that would hold out less than 2% or more than 25% of the tokens, as with a single file, the last
+  8% of every document is held out instead; `Corpus.description` says which.
+* A batch is a pure function of (tokens, seed, step, shape). No global generator is read or advanced, so a resumed run sees
+  the batches that the uninterrupted run would have seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+END_OF_DOCUMENT = 0
+VALIDATION_SHARE = 0.08
+ACCEPTED_SHARE = (0.02, 0.25)
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".npy")
+# Tests are left out of the standard library: they are half its size, repetitive, and often not installed.
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+class CorpusError(ValueError):
+    """A text that cannot be trained on: says which, why, and what to do."""
+
+    def __init__(self, value: object, reason: str, remedy: str) -> None:
+        super().__init__(f"{value}: {reason}; {remedy}")
+
+
+class DocumentCounts(NamedTuple):
+    """Number of documents on each side of the split (a document cut in two counts on both)."""
+
+    train: int
+    validation: int
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokens to train on and tokens held out.
+
+    Attributes:
+        train: 1-D tensor of token ids, uint8 (int32 if the vocabulary is larger than 256).
+        validation: The same, from held-out text.
+        documents: Number of documents on each side.
+        vocab_size: Number of token ids a model needs.
+        description: One line that says what this is and how it was split.
+        is_bytes: Whether a token is a byte of text; otherwise it is an id of a tokenizer we do not know.
+    """
+
+    train: Tensor
+    validation: Tensor
+    documents: DocumentCounts
+    vocab_size: int
+    description: str
+    is_bytes: bool = True
+
+    def encode(self, text: str) -> Tensor:
+        """Return the int64 tokens of ``text``."""
+        if not self.is_bytes:
+            raise CorpusError(
+                repr(text[:40]), "this corpus holds token ids of an unknown tokenizer", "encode it yourself"
+            )
+        return torch.tensor(list(text.encode()), dtype=torch.long)
+
+    def decode(self, tokens: Tensor | Sequence[int]) -> str:
+        """Return the text of ``tokens``; an end of document reads as a newline, broken UTF-8 as a replacement character.
+
+        Token ids of an unknown tokenizer are written as numbers.
+        """
+        ids = tokens.reshape(-1).tolist() if isinstance(tokens, Tensor) else list(tokens)
+        if not self.is_bytes:
+            return " ".join(map(str, ids))
+        return bytes(ids).replace(bytes([END_OF_DOCUMENT]), b"\n").decode(errors="replace")
+
+
+class _Document(NamedTuple):
+    name: str
+    tokens: np.ndarray
+
+
+def stdlib_corpus() -> Corpus:
+    """Return the source of the running Python's standard library, about 12 MB that every user already has.
+
+    Runs on different Python versions see slightly different text; the description names the version.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    documents = []
+    for path in _walk(root, (".py",), _SKIPPED_FOLDERS):
+        content = path.read_bytes()
+        if content:
+            documents.append(_text_document(path.relative_to(root).as_posix(), content, path))
+    if not documents:
+        raise CorpusError(
+            root, "this Python has no standard library in source form", "pass your own text to text_corpus()"
+        )
+    return _split(
+        documents, f"source of the Python {sysconfig.get_python_version()} standard library", is_bytes=True
+    )
+
+
+def text_corpus(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], seq_len: int = 128
+) -> Corpus:
+    """Return a corpus made of the user's files and folders.
+
+    Folders are searched for ``.txt``, ``.md``, ``.py``, ``.jsonl`` and ``.npy`` (hidden files and folders are skipped); a file
+    named directly may have any suffix if it is text. A line of ``.jsonl`` is an object with a ``"text"`` field. A ``.npy`` file
+    is a 1-D array of bytes (uint8) or of token ids (any other integer type); bytes and token ids do not mix.
+
+    Args:
+        paths: One path or several.
+        seq_len: The sequence length to train with; both sides of the split must hold at least one sequence.
+
+    Raises:
+        CorpusError: A file is missing, empty, binary or malformed, or there is too little text.
+    """
+    chosen = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
+    label = ", ".join(map(str, chosen)) or "paths=[]"
+    documents: list[_Document] = []
+    seen: set[Path] = set()
+    for path in chosen:
+        if not path.exists():
+            raise CorpusError(path, "no such file or folder", "check the spelling and the working directory")
+        if path.is_dir():
+            # Empty files in a folder are nobody's mistake (an __init__.py); one that was named directly is.
+            files = [
+                (file.relative_to(path).as_posix(), file)
+                for file in _walk(path, TEXT_SUFFIXES)
+                if file.stat().st_size
+            ]
+        else:
+            files = [(path.name, path)]
+        for name, file in files:
+            if file.resolve() not in seen:
+                seen.add(file.resolve())
+                documents.extend(_read(name, file))
+    if not documents:
+        raise CorpusError(
+            label, "no text found", f"name a file, or a folder with {', '.join(TEXT_SUFFIXES)} files"
+        )
+    # What is not uint8 is token ids; see _read.
+    kinds = {document.tokens.dtype == np.uint8 for document in documents}
+    if len(kinds) > 1:
+        raise CorpusError(
+            label,
+            "mixes text with arrays of token ids",
+            "use one kind, or encode the text with your tokenizer",
+        )
+    corpus = _split(documents, label, is_bytes=kinds.pop())
+    shortest = min(len(corpus.train), len(corpus.validation))
+    if shortest <= seq_len:
+        total = len(corpus.train) + len(corpus.validation)
+        raise CorpusError(
+            label,
+            f"{total} tokens leave a split of {shortest}, shorter than a sequence of {seq_len} and its last target",
+            "add text or lower seq_len",
+        )
+    return corpus
+
+
+def batch(tokens: Tensor, seed: int, step: int, batch_size: int, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets of one training step, a pure function of the arguments.
+
+    Args:
+        tokens: 1-D tensor of token ids.
+        seed: The run's seed.
+        step: The step's number; each step draws its own windows.
+        batch_size: Number of windows.
+        seq_len: Length of a window.
+
+    Returns:
+        Two int64 tensors ``[batch_size, seq_len]``; the targets are the inputs moved on by one token.
+    """
+    _require_sequence(tokens, seq_len)
+    # A hash rather than seed + step: neighbouring seeds must not share the batches of neighbouring steps.
+    digest = hashlib.blake2b(f"masterless batch {seed} {step}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    starts = torch.randint(len(tokens) - seq_len, (batch_size,), generator=generator)
+    return _windows(tokens, starts, seq_len)
+
+
+def validation_batches(tokens: Tensor, n: int, batch_size: int, seq_len: int) -> list[tuple[Tensor, Tensor]]:
+    """Return ``n`` batches of windows spaced evenly over ``tokens``, the same at every call.
+
+    The windows overlap if there are fewer than ``n * batch_size * seq_len`` tokens.
+    """
+    _require_sequence(tokens, seq_len)
+    last = len(tokens) - seq_len - 1
+    starts = torch.arange(n * batch_size) * last // max(1, n * batch_size - 1)
+    return [_windows(tokens, chunk, seq_len) for chunk in starts.split(batch_size)]
+
+
+def _windows(tokens: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    positions = (starts[:, None] + torch.arange(seq_len + 1)).to(tokens.device)
+    windows = tokens[positions].long()
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def _require_sequence(tokens: Tensor, seq_len: int) -> None:
+    if len(tokens) <= seq_len:
+        raise CorpusError(
+            f"{len(tokens)} tokens",
+            f"shorter than a sequence of {seq_len} and its last target",
+            "add text or lower seq_len",
+        )
+
+
+def _walk(root: Path, suffixes: tuple[str, ...], skipped: Iterable[str] = ("__pycache__",)) -> Iterator[Path]:
+    """Yield the files under ``root`` with one of the suffixes, sorted by their path inside it."""
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
+        found += [
+            Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")
+        ]
+    # By the path as hashed, not by Path's own order, which differs between operating systems.
+    yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _text_document(name: str, content: bytes, source: object) -> _Document:
+    if END_OF_DOCUMENT in content:
+        raise CorpusError(
+            source, "binary file (it contains NUL bytes)", "pass UTF-8 text, or token ids as .npy"
+        )
+    return _Document(name, np.frombuffer(content + bytes([END_OF_DOCUMENT]), dtype=np.uint8))
+
+
+def _read(name: str, path: Path) -> list[_Document]:
+    """Read one file; bytes come back as uint8 documents, token ids as int32."""
+    if path.suffix == ".npy":
+        return [_Document(name, _read_array(path))]
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CorpusError(path, f"cannot be read ({error.strerror})", "check its permissions") from error
+    if path.suffix == ".jsonl":
+        documents = list(_read_lines(name, path, content))
+    else:
+        documents = [_text_document(name, content, path)] if content.strip() else []
+    if not documents:
+        raise CorpusError(path, "empty text", "remove it from the list or fill it")
+    return documents
+
+
+def _read_lines(name: str, path: Path, content: bytes) -> Iterator[_Document]:
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise CorpusError(where, "not valid JSON", "write one JSON object a line") from error
+        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+            raise CorpusError(
+                where, 'no "text" field that holds a string', 'write lines like {"text": "..."}'
+            )
+        if record["text"].strip():
+            # "replace" for lone surrogates, which JSON can spell and UTF-8 cannot.
+            yield _text_document(f"{name}:{number}", record["text"].encode(errors="replace"), where)
+
+
+def _read_array(path: Path) -> np.ndarray:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise CorpusError(path, "not a readable .npy array", "write it with numpy.save") from error
+    if not isinstance(array, np.ndarray) or array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+        raise CorpusError(path, f"array of shape {shape} and type {dtype}", "save a 1-D array of integers")
+    if array.size == 0:
+        raise CorpusError(path, "empty array", "remove it from the list or fill it")
+    if array.dtype == np.uint8:
+        return array
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= 2**31 - 1:
+        raise CorpusError(path, f"token ids from {low} to {high}", "ids must lie between 0 and 2**31 - 2")
+    return array.astype(np.int32)
+
+
+def _held_out(name: str) -> bool:
+    digest = hashlib.sha256(f"masterless {name}".encode(errors="surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") < VALIDATION_SHARE * 2**64
+
+
+def _split(documents: list[_Document], label: str, is_bytes: bool) -> Corpus:
+    train = [document.tokens for document in documents if not _held_out(document.name)]
+    validation = [document.tokens for document in documents if _held_out(document.name)]
+    total = sum(len(document.tokens) for document in documents)
+    share = sum(map(len, validation)) / total
+    how = "by document"
+    if not ACCEPTED_SHARE[0] <= share <= ACCEPTED_SHARE[1]:
+        cuts = [len(document.tokens) - int(len(document.tokens) * VALIDATION_SHARE) for document in documents]
+        train = [document.tokens[:cut] for document, cut in zip(documents, cuts, strict=True)]
+        validation = [document.tokens[cut:] for document, cut in zip(documents, cuts, strict=True)]
+        validation = [tail for tail in validation if len(tail)]
+        how = "from the end of each document"
+    vocab_size = 256 if is_bytes else 1 + max(int(document.tokens.max()) for document in documents)
+    dtype = np.uint8 if vocab_size <= 256 else np.int32
+    sides = [torch.from_numpy(_join(side, dtype)) for side in (train, validation)]
+    held_out = len(sides[1]) / total
+    unit = "bytes" if is_bytes else "tokens"
+    plural = "" if len(documents) == 1 else "s"
+    description = (
+        f"{label}: {total:,} {unit} in {len(documents):,} document{plural}, {held_out:.1%} held out {how}"
+    )
+    counts = DocumentCounts(len(train), len(validation))
+    return Corpus(sides[0], sides[1], counts, vocab_size, description, is_bytes)
+
+
+def _join(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    # The empty start makes an empty side legal here; callers refuse it with the numbers.
+    return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype)
