@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from masterless.formats import Format
-from masterless.layout import Layout
 from masterless.packing import pack, unpack
 from masterless.rounding import threshold
 
@@ -93,7 +92,7 @@ def scale_for(absmax: Tensor, format: Format) -> Tensor:
 def _by_block(function: Callable[[Tensor], Tensor], x: Tensor, format: Format) -> Tensor:
     """Applies ``[rows, n, length] -> [rows, n]`` to the full blocks and to the tail block of every row."""
     rows, cols = x.shape
-    block = Layout(rows, rows, cols).block(format)
+    block = format.granularity if isinstance(format.granularity, int) else max(cols, 1)
     full = cols // block
     parts = []
     if full:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Literal
 
 Kind = Literal["float32", "bfloat16", "linear", "codebook", "log", "factored", "none"]
@@ -142,7 +142,7 @@ def _minifloat_levels(exponent_bits: int, mantissa_bits: int, top_is_nan: bool) 
     return levels
 
 
-@lru_cache(maxsize=None)
+@cache
 def _table(
     family: str, kind: Kind, bits: int, signed: bool, hidden: int
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
@@ -204,7 +204,7 @@ def names() -> list[str]:
     return list(_FAMILIES)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parse(name: str) -> Format:
     family, *options = name.split(":")
     if family not in _FAMILIES:

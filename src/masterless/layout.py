@@ -23,27 +23,41 @@ CHUNK = 128  # elements packed together, and numbered together by the random bit
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor's shape as `rows` x `cols`; `slices` is the length of dimension 0."""
+    """A tensor's shape as `rows` x `cols`.
+
+    Attributes:
+        slices: the length of dimension 0 (1 for a vector).
+        rows: all rows, slice after slice.
+        cols: elements of a row.
+        matrix_rows: rows of one matrix: the last dimension before the row. A stack of experts has several
+            matrices; an ordinary weight is one.
+    """
 
     slices: int
     rows: int
     cols: int
+    matrix_rows: int
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Layout:
         """The layout of a shape; scalars are one row of one element."""
         if len(shape) <= 1:
-            return cls(1, 1, math.prod(shape))
+            return cls(1, 1, math.prod(shape), 1)
         cols, split = 1, len(shape)
         while split > 1 and cols < MIN_ROW:
             split -= 1
             cols *= shape[split]
-        return cls(shape[0], math.prod(shape[:split]), cols)
+        return cls(shape[0], math.prod(shape[:split]), cols, shape[split - 1])
 
     @property
     def rows_per_slice(self) -> int:
         """Rows in one slice of dimension 0."""
         return self.rows // self.slices if self.slices else 0
+
+    @property
+    def matrices(self) -> int:
+        """Matrices in the stack; each has its own factored second moment."""
+        return self.rows // self.matrix_rows if self.matrix_rows else 0
 
     def block(self, format: Format) -> int:
         """Elements of a row that share one scale."""

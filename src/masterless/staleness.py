@@ -1,73 +1,56 @@
 """When a quantized moving average stops moving, and when to reset it: the pure mathematics.
 
-Contract.
+Contract:
+    * A moving average is read exactly, updated in fp32 and rounded on the way back. It *stalls* in a step
+      when the rounded result equals what was stored. Everything here is a probability or a mean under the
+      model below; nothing looks at a tensor.
+    * Gradients are independent draws of N(mu, sigma^2). The second moment takes mu = 0, so z = g^2/sigma^2
+      is chi-square(1) with F(x) = erf(sqrt(x/2)); the first takes the signal-to-noise ratio mu/sigma.
+    * The grid stands still and has no ends: block scales do not move, nothing under- or overflows. "Stall" is
+      then a stall of *codes*; a moving block scale still passes on a change common to the whole block.
+    * Rounding is "nearest" or "stochastic" (unbiased). Under stochastic rounding the mean keeps its nominal
+      time constant however often a single value stalls: resets add little there.
 
-* A moving average is read exactly, updated in fp32, and rounded on the way back. It *stalls* in a step when the
-  rounded result equals what was stored. Everything here is a probability or a mean under the model below; nothing
-  looks at a tensor.
-* Gradients are independent draws of N(mu, sigma^2), constant in time. The second moment assumes mu = 0, so
-  z = g^2/sigma^2 is chi-square with one degree of freedom, F(x) = erf(sqrt(x/2)); the first moment takes the
-  signal-to-noise ratio mu/sigma as `snr`.
-* The grid stands still: a block's scale does not move, so "stall" means that the *code* is unchanged. A scale kept
-  in fp32 still lets a change common to the whole block through.
-* Exponent range is unlimited: no underflow, no saturation.
-* Rounding is "nearest" or "stochastic" (unbiased). Under stochastic rounding the mean of the average follows its
-  nominal time constant however often it stalls, so resets add little there.
-
-Symbols follow "Understanding Quantization of Optimizer States" (arXiv 2603.16731): rho is the *stall ratio*, half the
-gap between neighbouring levels over the pull (1 - beta) * value of the moving average towards zero. `phi = 1 -
-beta^j` is where an average that started from zero stands after j steps.
+Symbols follow "Understanding Quantization of Optimizer States" (arXiv 2603.16731). rho is the *stall ratio*:
+half the gap to a neighbouring level over (1 - beta) * value, the largest pull to zero; phi = 1 - beta^j.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-BLOCK = 128
-"""Elements that share a scale, in the default assumption about where a value sits between zero and its maximum."""
+from masterless.formats import DEFAULT_BLOCK, Format, as_first_moment, as_second_moment
 
-_NORMAL = NormalDist()
-# The standard normal quantile that the largest of BLOCK draws exceeds half the time.
-_BLOCK_MAX = _NORMAL.inv_cdf(2 ** (-1 / BLOCK))
-# At beta = 0.999 v/sigma^2 has a standard deviation of sqrt(2(1-beta)/(1+beta)) = 0.032 around its mean of one.
-_TYPICAL = 1 / (1 + _BLOCK_MAX * math.sqrt(2 * 0.001 / 1.999))
-
-
-class SupportsLevels(Protocol):
-    """What `grid_of` needs of a format object: its kind, and its levels in units of the scale."""
-
-    @property
-    def kind(self) -> str: ...  # noqa: D102
-
-    @property
-    def levels(self) -> Sequence[float]: ...  # noqa: D102
+# Quantile of the largest of a block's draws (its median), and what it makes of v at beta = 0.999, where
+# v/sigma^2 has mean 1 and variance 2(1-beta)/(1+beta): a typical v stands at 0.93 of its block's maximum.
+_LARGEST = 2 ** (-1 / DEFAULT_BLOCK)
+_TYPICAL = 1 / (1 + NormalDist().inv_cdf(_LARGEST) * math.sqrt(0.002 / 1.999))
 
 
 @dataclass(frozen=True)
 class Grid:
     """What the mathematics needs to know of a number format: how far its neighbouring levels lie apart.
 
-    The stall ratio of the three families, each half the distance to a neighbour over (1 - beta) * value:
+    The stall ratio is rho = u / (2 (1 - beta)), with u the mean gap in units of the value:
 
-    * *floating* (`mantissa=True`): a value m * 2^e, 1 <= m < 2, has neighbours at gap * 2^e, that is gap/m of the
-      value. Mantissas are log-uniform, with mean 1/ln 2, so `u = gap * ln 2` and rho = gap * ln 2 / (2 (1 - beta)).
-    * *logarithmic*, levels q^k: the code changes at v * q^(+-1/2) wherever v lies, and one step multiplies v by
-      1 + (1 - beta)(z - 1). It stalls for q^(-1/2) - 1 < (1 - beta)(z - 1) < q^(1/2) - 1, to first order in ln q or in
-      1 - beta |z - 1| < ln q / (2 (1 - beta)). Every level is alike, there is no mantissa to average: `u = gap = ln q`.
-    * *levels* of a linear or codebook map: `u = gap` is the spacing around the position where a value sits, over it.
+    * *floating*: a value m * 2^e with 1 <= m < 2 has its neighbours gap * 2^e away, gap/m of itself.
+      Mantissas are log-uniform with mean 1/ln 2, so u = gap * ln 2.
+    * *logarithmic*, levels q^k: the code changes at v * q^(+-1/2) wherever v lies, and a step multiplies v by
+      1 + (1-beta)(z-1). So it stalls for q^(-1/2) - 1 < (1-beta)(z-1) < q^(1/2) - 1, which is
+      |z-1| < ln q / (2 (1-beta)) to first order in ln q. All levels are alike, no mantissa: u = gap = ln q.
+    * *levels* of a linear or codebook map: u = gap, the spacing where a value typically sits, over the value.
 
     Attributes:
-        gap: Relative distance eps of neighbouring levels: 2^-7 for BF16, 2^-3 for E4M3, ln q for a log map.
-        mantissa: Whether `gap` is relative to the power of two below the value rather than to the value itself.
-        levels: The levels of a linear or codebook map, for the first moment, whose values spread over all of them.
+        gap: Relative distance of neighbouring levels: 2^-7 for BF16, 2^-3 for E4M3, ln q for a log map.
+        mantissa: Whether `gap` is relative to the power of two below a value, not to the value itself.
+        levels: Those of a linear or codebook map, for the first moment, which spreads over all of them.
     """
 
     gap: float
@@ -75,11 +58,7 @@ class Grid:
     levels: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.gap) and self.gap > 0):
-            raise ValueError(
-                f"gap={self.gap!r}: the relative distance of neighbouring levels must be finite and positive; "
-                "use Grid.floating, Grid.logarithmic or Grid.from_levels to derive it."
-            )
+        _require(0 < self.gap < math.inf, f"gap={self.gap!r}: not a distance; pass a positive number")
 
     @property
     def u(self) -> float:
@@ -89,107 +68,79 @@ class Grid:
     @classmethod
     def floating(cls, fraction_bits: int) -> Grid:
         """A floating format with that many stored fraction bits: 7 for BF16, 3 for E4M3, 1 for E2M1."""
-        if fraction_bits < 0:
-            raise ValueError(
-                f"fraction_bits={fraction_bits!r}: a mantissa cannot be negative; pass 0 or more."
-            )
+        _require(fraction_bits >= 0, f"fraction_bits={fraction_bits!r}: not a count of bits; pass 0 or more")
         return cls(2.0**-fraction_bits)
 
     @classmethod
     def logarithmic(cls, ratio: float) -> Grid:
-        """A logarithmic map whose neighbouring levels stand in this ratio (either way up)."""
-        if not (math.isfinite(ratio) and ratio > 0 and ratio != 1):
-            raise ValueError(
-                f"ratio={ratio!r}: neighbouring levels of a log map stand in a positive ratio other than 1; "
-                "pass (D/x_p)^(1/(2^bits - 1)) of a typical block."
-            )
+        """A logarithmic map whose neighbouring levels stand in this ratio, either way up."""
+        remedy = "pass (D/x_p)^(1/(2^bits - 1)) of a typical block"
+        _require(0 < ratio < math.inf and ratio != 1, f"ratio={ratio!r}: sets no two levels apart; {remedy}")
         return cls(abs(math.log(ratio)), mantissa=False)
 
     @classmethod
     def from_levels(cls, levels: Sequence[float], typical: float | None = None) -> Grid:
         """A linear or codebook map, whose relative gap depends on where in the block's range a value sits.
 
-        The gap is the spacing of the two levels around `typical`, over `typical`. Left out, `typical` is that of a
-        block of 128 second moments which all have the same sigma, at beta = 0.999: 1/(1 + 2.55 * 0.032) = 0.93 of the
-        block's maximum. That is the kindest case: unequal sigmas put most values lower, where a linear map's gap is a
-        larger part of the value, so the default *underestimates* stalling in a real block. Pass the measured median
-        of v / max(v) for a better number.
+        The gap is the spacing of the two levels around `typical`, over `typical`. The default is a block of
+        128 second moments of equal sigma at beta = 0.999, all of them near 0.93 of its maximum. That is the
+        kindest case: unequal sigmas put most values lower, where the spacing of a linear map is a larger part
+        of the value, so the default *underestimates* stalling. The median of v / max(v) serves better.
 
         Args:
             levels: All levels, in any unit; the largest magnitude stands for the block's maximum.
-            typical: Position of a typical value as a fraction of the block's maximum, in (0, 1].
+            typical: Where a typical value sits, as a fraction of the block's maximum.
         """
-        ordered = tuple(sorted({float(y) for y in levels}))
-        positive = _positive(ordered)
-        if not positive or len(ordered) < 2:
-            raise ValueError(f"levels={levels!r}: need at least two levels, one of them positive.")
-        typical = _TYPICAL if typical is None else typical
-        if not 0 < typical <= 1:
-            raise ValueError(f"typical={typical!r}: a fraction of the block's maximum lies in (0, 1].")
-        full = max(abs(ordered[0]), ordered[-1])
-        # A position above the last level (an asymmetric codebook) takes the last interval.
-        k = min(max(bisect_left(ordered, typical * full), 1), len(ordered) - 1)
-        return cls((ordered[k] - ordered[k - 1]) / (typical * full), mantissa=False, levels=ordered)
+        ordered = _sorted(levels)
+        usable = len(ordered) > 1 and ordered[-1] > 0
+        _require(usable, f"levels={levels!r}: have no gap; pass two or more, one of them positive")
+        position = _TYPICAL if typical is None else typical
+        _require(0 < position <= 1, f"typical={typical!r}: not in (0, 1]; pass v / max(v)")
+        value = position * max(abs(ordered[0]), ordered[-1])
+        k = min(max(bisect_left(ordered, value), 1), len(ordered) - 1)
+        return cls((ordered[k] - ordered[k - 1]) / value, mantissa=False, levels=ordered)
 
 
-FormatLike = Grid | str | SupportsLevels
-"""How a format may be given to every function here: a grid, a name, or an object with kind and levels."""
+FormatLike = Grid | Format | str
 
 
-def grid_of(format: FormatLike, typical: float | None = None) -> Grid:
-    """The grid of a format: its name, an object with `.kind` and `.levels`, or a `Grid`, which is returned as it is.
+def grid_of(format: FormatLike, moment: str = "second", typical: float | None = None) -> Grid:
+    """The grid of a format, derived from its levels; a `Grid` is returned as it is.
 
     Args:
-        format: "fp32", "bf16", "fp8", "e4m3" (any e<bits>m<bits>), or an object of kind "float32", "bfloat16",
-            "minifloat", "linear", "codebook" or "log".
-        typical: Passed to `Grid.from_levels` for linear and codebook maps; refused for the others.
+        format: A `Grid`, a `Format` or its name, or any object with `kind` and `levels`.
+        moment: "second" or "first": as which a `Format` or name is read ("fp4" has unlike twins).
+        typical: For a linear or codebook map see `Grid.from_levels`; for a block-wise log map x_p/D, the
+            block's low quantile over its maximum, which fixes the ratio and has no default.
     """
-    kind = "grid" if isinstance(format, Grid) else "name" if isinstance(format, str) else format.kind
-    if typical is not None and kind not in ("linear", "codebook"):
-        raise ValueError(
-            f"typical={typical!r}: only linear and codebook maps depend on it, not {format!r}; leave it out."
-        )
-    if isinstance(format, Grid):
-        return format
-    if isinstance(format, str):
-        return _grid_of_name(format)
-    if kind in ("float32", "bfloat16"):
-        return Grid.floating(23 if kind == "float32" else 7)
-    if kind in ("linear", "codebook"):
-        return Grid.from_levels(format.levels, typical)
-    if kind == "minifloat":
-        return Grid(_binade_gap(format.levels))
-    if kind == "log":
-        positive = _positive(format.levels or ())
-        if len(positive) < 2:
-            raise ValueError(
-                f"format={format!r}: a block-wise log map has no fixed ratio; pass Grid.logarithmic(ratio) with "
-                "ratio = (D/x_p)^(1/(2^bits - 1)) of a typical block."
-            )
-        return Grid.logarithmic((positive[-1] / positive[0]) ** (1 / (len(positive) - 1)))
-    raise ValueError(f"kind={kind!r}: no stall mathematics for this kind of format; pass a Grid instead.")
+    _check_choice("moment", moment, ("first", "second"))
+    if isinstance(format, str | Format):
+        format = as_second_moment(format) if moment == "second" else as_first_moment(format)
+    grid = format if isinstance(format, Grid) else _derive_grid(format, typical)
+    unused = typical is not None and (format is grid or grid.mantissa)
+    _require(not unused, f"typical={typical!r}: the gap of {format!r} does not depend on it; leave it out")
+    return grid
 
 
 def stall_ratio(format: FormatLike, beta: float) -> float:
-    """The stall ratio rho = u / (2 (1 - beta)): at rho >= 1 even a zero gradient does not move a typical value."""
+    """The stall ratio rho: from 1 on, not even a zero gradient moves a typical second moment down."""
     return grid_of(format).u / (2 * (1 - _check_beta(beta)))
 
 
 def gate_threshold(format: FormatLike) -> float:
-    """The beta from which stalling matters (rho >= 1); below it no reset is due. Zero if it matters at every beta."""
+    """The beta from which stalling matters (rho >= 1); below it no reset is due. Never less than 0."""
     return max(0.0, 1 - grid_of(format).u / 2)
 
 
 def can_fall(format: FormatLike, beta: float) -> bool:
-    """Whether nearest rounding ever lets a second moment decrease.
+    """Whether nearest rounding ever lets a second moment decrease, by its strongest pull (1-beta) * value.
 
-    A zero gradient is the strongest pull down, (1 - beta) * value. Half the distance to the level below is gap/4 of
-    the value at best in a floating format (at a power of two, and just below the next), 1 - q^(-1/2) in a log map.
+    The half-way point below is at best gap/4 of the value away in a float (at a power of two and just under
+    the next), 1 - q^(-1/2) in a log map.
     """
-    grid, pull = grid_of(format), 1 - _check_beta(beta)
-    if grid.mantissa:
-        return pull >= grid.gap / 4
-    return pull >= (grid.gap / 2 if grid.levels else -math.expm1(-grid.gap / 2))
+    grid = grid_of(format)
+    half = grid.gap / 4 if grid.mantissa else grid.gap / 2 if grid.levels else -math.expm1(-grid.gap / 2)
+    return 1 - _check_beta(beta) >= half
 
 
 def stall_probability(
@@ -202,301 +153,248 @@ def stall_probability(
 ) -> float:
     """The probability that one step leaves a stored moving average unchanged.
 
-    Second moment, from r = v/sigma^2 (1 in the steady state, phi at step j after a zero start):
+    Second moment, standing at r = v/sigma^2 (1 in the steady state, phi after a zero start):
 
         nearest:    F((1 + rho) r) - F(max(0, 1 - rho) r)
-        stochastic: E[max(0, 1 - |z - r| / (2 rho r))], the mean of the line above over rho' uniform in (0, 2 rho)
+        stochastic: E[max(0, 1 - |z - r| / (2 rho r))]
 
-    First moment: it stalls when |g - m| < gap |m| / (2 (1 - beta) mantissa), averaged over m ~ N(mu phi,
-    sigma^2 (1-beta)/(1+beta) (1-beta^(2j))) and over a log-uniform mantissa. (The second moment puts in the *mean*
-    mantissa, as the paper does: up to 4% low where rho < 1.) For a linear or codebook map, m spreads over the levels
-    of a block of 128 and the sum runs over them.
+    First moment: P(|g - m| < gap |m| / (2 (1-beta) mantissa)), m ~ N(mu phi, sigma^2 (1-beta)/(1+beta)
+    (1 - beta^(2j))), averaged over a log-uniform mantissa. (For the second the paper puts in the *mean*
+    mantissa, up to 4% low where rho < 1.) On a linear or codebook map m spreads over a block's levels.
 
     Args:
-        format: A format name or object, or a `Grid`.
+        format: A format, its name, or a `Grid`.
         beta: Decay of the moving average.
         rounding: "nearest" or "stochastic".
         step: Steps since the average was zero; None is the steady state.
         moment: "second" or "first".
-        snr: mu/sigma of the gradient, first moment only.
+        snr: mu/sigma of the gradient, for the first moment.
     """
-    grid, beta = grid_of(format), _check_beta(beta)
+    grid = grid_of(format, moment)
     _check_choice("rounding", rounding, ("nearest", "stochastic"))
-    _check_choice("moment", moment, ("first", "second"))
-    if step is not None and step < 1:
-        raise ValueError(
-            f"step={step!r}: steps since a zero start count from 1; pass None for the steady state."
-        )
-    decayed = 0.0 if step is None else beta**step
+    _require(step is None or step >= 1, f"step={step!r}: steps count from 1; pass None for the steady state")
+    decayed = 0.0 if step is None else _check_beta(beta) ** step
     if moment == "second":
-        if snr != 0:
-            raise ValueError(
-                f"snr={snr!r}: the second moment's formula assumes a zero-mean gradient; leave it at 0."
-            )
+        _require(snr == 0, f"snr={snr!r}: the second moment's gradients have zero mean; leave it at 0")
         return float(_second(stall_ratio(grid, beta), 1 - decayed, rounding))
-    if not math.isfinite(snr):
-        raise ValueError(f"snr={snr!r}: the signal-to-noise ratio must be finite.")
-    sd = math.sqrt((1 - beta) / (1 + beta) * (1 - decayed**2))
-    return (_first_on_levels if grid.levels else _first)(grid, beta, snr, snr * (1 - decayed), sd, rounding)
+    _require(math.isfinite(snr), f"snr={snr!r}: a signal-to-noise ratio is finite; pass mu/sigma")
+    sd = math.sqrt((1 - _check_beta(beta)) / (1 + beta) * (1 - decayed**2))
+    first = _first_on_levels if grid.levels else _first
+    return first(grid, beta, snr, snr * (1 - decayed), sd, rounding)
 
 
 def startup_window(format: FormatLike, beta: float, p0: float, rounding: str = "nearest") -> int | None:
-    """The steps j* until the stall probability first reaches p0 after a zero start; None if it never does.
+    """The steps j* after a zero start at which the stall probability first reaches p0; None if it never does.
 
-    For nearest rounding and rho >= 1 this is ceil(log(1 - Finv(p0)/(1 + rho)) / log(beta)). P(j) rises with j for every
-    rho and either rounding (its slope in phi has the sign of artanh(rho) - rho phi), so a bisection covers them all.
+    For nearest rounding and rho >= 1 that is ceil(log(1 - Finv(p0)/(1 + rho)) / log(beta)). P(j) rises with j
+    for every rho (its slope in phi has the sign of artanh(rho) - rho phi), and so for stochastic rounding
+    (the mean of the nearest P over rho' in (0, 2 rho)): a bisection serves every case.
     """
-    if not 0 < p0 < 1:
-        raise ValueError(f"p0={p0!r}: a stall probability to reach lies between 0 and 1, both excluded.")
-    low, high = (
-        0,
-        math.ceil(40 / (1 - _check_beta(beta))),
-    )  # beta^high < 1e-17: the steady state to the last bit
-    if stall_probability(format, beta, rounding, high) < p0:
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        reached = stall_probability(format, beta, rounding, middle) >= p0
-        low, high = (low, middle) if reached else (middle, high)
-    return high
+    _require(0 < p0 < 1, f"p0={p0!r}: not a probability to wait for; pass one between 0 and 1")
+    grid, steps = grid_of(format), range(1, _steady(beta))
+    j = bisect_left(steps, p0, key=lambda j: stall_probability(grid, beta, rounding, j))
+    return steps[j] if j < len(steps) else None
 
 
 def effective_beta(format: FormatLike, beta: float, rounding: str = "nearest") -> float:
-    """The decay counting only the steps that move: 1 - (1 - beta)(1 - P_stall); beta itself under stochastic rounding.
+    """The decay that counts only the steps which move, 1 - (1-beta)(1-P); stochastic rounding keeps beta.
 
-    Stochastic rounding is unbiased: rarer moves are larger by as much, and the mean forgets at the nominal rate. Under
-    nearest rounding this is an order of magnitude, not a law: steps that do move are large gradients, and they move v
-    up. `expected_trajectory` follows the mean itself.
+    An order of magnitude, not a law: only large gradients move v, and up; `expected_trajectory` has the mean.
     """
-    stalled = stall_probability(format, beta, rounding)
-    return beta if rounding == "stochastic" else 1 - (1 - beta) * (1 - stalled)
+    moving = 1 - stall_probability(format, beta, rounding)
+    return beta if rounding == "stochastic" else 1 - (1 - beta) * moving
 
 
-def normalized_stall(stalled: Any, s0: float = 0.6) -> np.ndarray:
-    """[(S - s0)/(1 - s0)]+: stalled fractions S relative to their steady state, counted above the tolerated s0."""
-    if not 0 <= s0 < 1:
-        raise ValueError(f"s0={s0!r}: the tolerated share of stalling lies in [0, 1); the paper uses 0.6.")
-    return np.maximum(0.0, (np.asarray(stalled, dtype=float) - s0) / (1 - s0))
-
-
-def Sbar(stalled: Any, s0: float = 0.6) -> np.ndarray:  # noqa: N802 - the paper's symbol
-    """Running mean over j <= K of the normalized stall, one value for each K = 1, 2, ...: how stale the state is."""
-    counted = normalized_stall(stalled, s0)
+def Sbar(S: Any, s0: float = 0.6) -> np.ndarray:
+    """How stale the state is after K = 1, 2, ... steps: the mean over j <= K of [(S(j) - s0)/(1 - s0)]+."""
+    _require(0 <= s0 < 1, f"s0={s0!r}: not a tolerable share of stalls; pass a value in [0, 1)")
+    counted = np.maximum(0.0, (np.asarray(S, dtype=float) - s0) / (1 - s0))
     return np.cumsum(counted) / np.arange(1, counted.size + 1)
 
 
-def E(beta: float, K: Any) -> np.ndarray:  # noqa: N802, N803 - the paper's symbols
-    """2 beta^K / (1 + beta^K): the start-up noise a reset would bring back, K steps after the last one."""
-    remaining = _check_beta(beta) ** np.asarray(K, dtype=float)
-    return 2 * remaining / (1 + remaining)
+def E(beta: float, K: Any) -> np.ndarray:
+    """How far from ready a state is that started from zero K steps ago: 2 beta^K / (1 + beta^K)."""
+    left = _check_beta(beta) ** np.asarray(K, dtype=float)
+    return 2 * left / (1 + left)
 
 
 def reset_period(format: FormatLike, beta: float, rounding: str = "nearest", s0: float = 0.6) -> int | None:
     """The reset period K*, the smallest K with Sbar(K) >= E(K); None where no reset is due (rho < 1).
 
-    Under stochastic rounding the period is that of its own, rarer stalls; expect little from resetting there.
+    Under stochastic rounding the period is that of its own stalls; expect little from resetting there.
     """
-    rho = stall_ratio(format, beta)
     _check_choice("rounding", rounding, ("nearest", "stochastic"))
-    if rho < 1:
+    if (rho := stall_ratio(format, beta)) < 1:
         return None
-    # After 20 time constants E is below 1e-8 while stalling has long been at its steady state: K* lies before.
-    K = np.arange(1, math.ceil(20 / (1 - beta)) + 1)
-    relative = _second(rho, 1 - beta**K, rounding) / _second(rho, 1.0, rounding)
-    return int(K[np.argmax(Sbar(relative, s0) >= E(beta, K))])
+    K = np.arange(1, _steady(beta) + 1)  # K* lies before: at the end S = 1 and E < 1e-17
+    S = _second(rho, 1 - beta**K, rounding) / _second(rho, 1.0, rounding)
+    return int(K[np.argmax(Sbar(S, s0) >= E(beta, K))])
 
 
 def should_reset(stalled_fractions: Sequence[float], beta: float, s0: float = 0.6, every: int = 1) -> bool:
-    """Whether the stalls measured since the last reset call for one now: Sbar - E > 0, taking P_ss = 1.
+    """Whether the stalls measured since the last reset call for one now: Sbar - E > 0, with P_ss = 1.
 
-    Args:
-        stalled_fractions: Stalled share of the elements at each measurement since the last reset, oldest first.
-        beta: Decay of the moving average.
-        s0: Share of stalling that is tolerated.
-        every: Optimizer steps from one measurement to the next.
+    `stalled_fractions` has the stalled share of the elements at each measurement, one in `every` steps.
     """
-    measured = np.asarray(stalled_fractions, dtype=float)
-    if measured.size and not ((measured >= 0) & (measured <= 1)).all():
-        raise ValueError(
-            f"stalled_fractions={stalled_fractions!r}: shares of elements lie in [0, 1]; divide by the count."
-        )
-    if every < 1:
-        raise ValueError(f"every={every!r}: steps between measurements count from 1.")
-    staleness = Sbar(measured, s0)[-1] if measured.size else 0.0
-    return bool(staleness > E(beta, measured.size * every))
+    S = np.asarray(stalled_fractions, dtype=float)
+    shares = bool(((S >= 0) & (S <= 1)).all())
+    _require(shares, f"stalled_fractions={S!r}: not all in [0, 1]; divide by the number of elements")
+    _require(every >= 1, f"every={every!r}: measurements are at least one step apart; pass 1 or more")
+    return bool(np.append(0.0, Sbar(S, s0))[-1] > E(beta, S.size * every))
 
 
 class Trajectory(NamedTuple):
     """The mean second moment at steps 1..n after a zero start."""
 
-    r: np.ndarray
-    """v/sigma^2."""
-    corrected: np.ndarray
-    """Bias-corrected v/sigma^2, r / (1 - beta^t): one if rounding did no harm."""
-    stall: np.ndarray
-    """Probability that the next step stalls from r."""
+    r: np.ndarray  # v/sigma^2
+    corrected: np.ndarray  # the same, bias-corrected: 1 if rounding did no harm
+    stall: np.ndarray  # the probability that the next step stalls
 
 
 def expected_trajectory(format: FormatLike, beta: float, steps: int) -> Trajectory:
-    """The mean path of a second moment under nearest rounding from a zero start (mean field, no fluctuations of v).
+    """The mean path of a second moment under nearest rounding, ignoring the fluctuations of v (mean field).
 
-    A step moves v up by n or more levels when (1-beta)(z - r) > (2n-1)/2 u r, and down likewise, so that
+    v climbs at least n levels when (1-beta)(z-r) > (n - 1/2) u r, and descends likewise, so from r = 1-beta
 
         r <- r + u r sum_{n>=1} [1 - F(r (1 + (2n-1) rho)) - F(max(0, r (1 - (2n-1) rho)))]
 
-    The first step lands on r = 1 - beta, its mean. (Under stochastic rounding the mean path is 1 - beta^t.)
+    Under stochastic rounding there is nothing to compute: the mean path is the exact 1 - beta^t.
     """
-    if steps < 1:
-        raise ValueError(f"steps={steps!r}: a trajectory has at least one step.")
+    _require(steps >= 1, f"steps={steps!r}: a trajectory needs a step; pass 1 or more")
     u, rho = grid_of(format).u, stall_ratio(format, beta)
-    path = np.empty(steps)
-    path[0] = r = 1 - beta
+    r = np.full(steps, 1 - beta)
     for t in range(1, steps):
-        r += _drift(r, u, rho)
-        path[t] = r
-    return Trajectory(path, path / (1 - beta ** np.arange(1.0, steps + 1)), _second(rho, path, "nearest"))
+        r[t] = r[t - 1] + _drift(r[t - 1], u, rho)
+    return Trajectory(r, r / (1 - beta ** np.arange(1.0, steps + 1)), _second(rho, r, "nearest"))
 
 
 def _drift(r: float, u: float, rho: float) -> float:
     """Mean change of r in one step of nearest rounding."""
-    if 2 * rho * r < 0.01:  # thresholds this dense sum to their integral, the unrounded step (1-beta)(1-r)
+    if 2 * rho * r < 0.01:  # thresholds this dense: the sum is its integral, the unrounded (1-beta)(1-r)
         return u / (2 * rho) * (1 - r)
-    odd = np.arange(
-        1.0, 50 / (rho * r) + 2, 2
-    )  # 1 - F(50) < 1e-11; also covers every positive lower threshold
-    return float(
-        u * r * np.sum(1 - _chi_square.cdf(r * (1 + odd * rho)) - _chi_square.cdf(r * (1 - odd * rho)))
-    )
-
-
-class _Law(NamedTuple):
-    """A distribution as rounding sees it: its CDF, and psi(a) = E[(a - x)+], the integral of the CDF."""
-
-    cdf: Callable[[Any], Any]
-    psi: Callable[[Any], Any]
+    odd = np.arange(1.0, 50 / (rho * r) + 2, 2)  # 1 - F(50) < 2e-12
+    return float(u * r * np.sum(1 - _chi_square(r * (1 + odd * rho)) - _chi_square(r * (1 - odd * rho))))
 
 
 _erf = np.vectorize(math.erf, otypes=[float])
+_Law = Callable[[Any, bool], Any]  # a distribution: its CDF, or the CDF integrated, psi(a) = E[max(0, a - x)]
 
 
-def _chi_square_cdf(x: Any) -> Any:
-    return _erf(np.sqrt(np.maximum(x, 0.0) / 2))
+def _chi_square(x: Any, integrated: bool = False) -> Any:
+    x = np.maximum(x, 0.0)
+    F = _erf(np.sqrt(x / 2))
+    return (x - 1) * F + np.sqrt(2 * x / math.pi) * np.exp(-x / 2) if integrated else F
 
 
-def _chi_square_psi(a: Any) -> Any:
-    a = np.maximum(a, 0.0)
-    return (a - 1) * _chi_square_cdf(a) + np.sqrt(2 * a / math.pi) * np.exp(-a / 2)
+def _normal(x: Any, integrated: bool = False) -> Any:
+    Phi = (1 + _erf(np.divide(x, math.sqrt(2)))) / 2
+    return x * Phi + np.exp(-np.square(x) / 2) / math.sqrt(2 * math.pi) if integrated else Phi
 
 
-def _normal_cdf(x: Any) -> Any:
-    return (1 + _erf(np.divide(x, math.sqrt(2)))) / 2
-
-
-def _normal_psi(a: Any) -> Any:
-    return a * _normal_cdf(a) + np.exp(-np.square(a) / 2) / math.sqrt(2 * math.pi)
-
-
-_chi_square = _Law(_chi_square_cdf, _chi_square_psi)
-_normal = _Law(_normal_cdf, _normal_psi)
-
-
-def _reaches(low: Any, high: Any, law: _Law, rounding: str) -> Any:
-    """Probability that x, drawn from `law`, rounds to the level `high` or above rather than to `low` or below."""
+def _stays(below: Any, at: Any, above: Any, law: _Law, rounding: str) -> Any:
+    """Probability that x, drawn from `law`, is rounded to `at`, whose neighbours are `below` and `above`."""
     if rounding == "nearest":
-        return 1 - law.cdf((low + high) / 2)
-    return 1 - (law.psi(high) - law.psi(low)) / (high - low)  # E[clip((x - low)/(high - low), 0, 1)]
+        return law((at + above) / 2, False) - law((below + at) / 2, False)
+    # The mean of a tent, 1 at `at` and 0 at its neighbours: psi at its kinks, times the changes of slope.
+    psi = [law(y, True) for y in (below, at, above)]
+    return (psi[2] - psi[1]) / (above - at) - (psi[1] - psi[0]) / (at - below)
 
 
 def _second(rho: float, r: Any, rounding: str) -> Any:
     """Stall probability of a second moment standing at r = v/sigma^2."""
-    below, above = (1 - 2 * rho) * r, (1 + 2 * rho) * r  # the z that would take v exactly one level down, up
-    return _reaches(below, r, _chi_square, rounding) - _reaches(r, above, _chi_square, rounding)
+    return _stays((1 - 2 * rho) * r, r, (1 + 2 * rho) * r, _chi_square, rounding)
 
 
 def _first(grid: Grid, beta: float, snr: float, mean: float, sd: float, rounding: str) -> float:
-    """Stall probability of a first moment m ~ N(mean, sd^2), in units of sigma, on a scale-free grid."""
-    # m by the midpoint rule, exact for a Gaussian but for the kink at m = 0; the mantissa 2^s by Gauss-Legendre.
+    """Stall probability of a first moment m ~ N(mean, sd^2), in units of sigma, on a grid without a scale."""
+    # m by the midpoint rule, exact for a Gaussian but for the kink at 0; the mantissa 2^s by Gauss-Legendre.
     x = (np.arange(800) + 0.5) / 50 - 8
     s, weight = np.polynomial.legendre.leggauss(6)
     gap = grid.gap * 2.0 ** (-(s + 1) / 2) if grid.mantissa else np.full(6, grid.gap)
     m = mean + sd * x[:, None]
-    width = np.maximum(
-        gap * np.abs(m) / (1 - beta), 1e-9
-    )  # the g - m that is worth one level; 0 / 0 at m = 0 else
-    centre = m - snr
-    stays = _reaches(centre - width, centre, _normal, rounding) - _reaches(
-        centre, centre + width, _normal, rounding
-    )
-    density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi) / 50
-    return float(density @ stays @ weight / 2)
+    width = np.maximum(gap * np.abs(m) / (1 - beta), 1e-9)  # g - m worth one level; not 0/0 where m = 0
+    stays = _stays(m - snr - width, m - snr, m - snr + width, _normal, rounding)
+    return float(np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi) / 50 @ stays @ weight / 2)
 
 
 def _first_on_levels(grid: Grid, beta: float, snr: float, mean: float, sd: float, rounding: str) -> float:
     """Stall probability of a first moment m ~ N(mean, sd^2) on the levels of a block of 128 such m."""
-    levels = np.array(grid.levels) * _block_max(mean, sd) / np.abs(grid.levels).max()
-
-    def share(mean: Any, sd: float) -> Any:
-        """Probability of landing on each level, for x ~ N(mean, sd^2); `mean` may differ by level."""
-        mean = np.broadcast_to(mean, levels.shape)
-        return [_landing(levels, k, mean[k], sd, rounding) for k in range(levels.size)]
-
-    return float(np.dot(share(mean, sd), share(beta * levels + (1 - beta) * snr, 1 - beta)))
-
-
-def _landing(levels: np.ndarray, k: int, mean: float, sd: float, rounding: str) -> float:
-    """Probability that x ~ N(mean, sd^2) rounds to level k; what lies beyond the ends saturates."""
-    at = (levels - mean) / sd
-    least = _reaches(at[k - 1], at[k], _normal, rounding) if k > 0 else 1.0
-    return float(least - (_reaches(at[k], at[k + 1], _normal, rounding) if k + 1 < at.size else 0.0))
-
-
-def _block_max(mean: float, sd: float) -> float:
-    """Median of the largest |m| of a block of N(mean, sd^2)."""
-    law, low, high = NormalDist(abs(mean), sd), 0.0, abs(mean) + 10 * sd
+    low, high = 0.0, abs(mean) + 10 * sd  # bisect the median of the block's largest |m|
+    law = NormalDist(mean, sd)
     for _ in range(60):
         middle = (low + high) / 2
-        below = law.cdf(middle) - law.cdf(-middle) < 2 ** (-1 / BLOCK)
-        low, high = (middle, high) if below else (low, middle)
-    return high
+        low, high = (middle, high) if law.cdf(middle) - law.cdf(-middle) < _LARGEST else (low, middle)
+    levels = np.array(grid.levels) * high / np.abs(grid.levels).max()
+    # A map saturates beyond its ends: as if the next level were so far away that nothing is rounded to it.
+    padded = np.concatenate(([levels[0] - 1e9], levels, [levels[-1] + 1e9]))
+
+    def share(mean: Any, sd: float) -> Any:
+        """Probability that x ~ N(mean, sd^2) lands on each level; `mean` may differ by level."""
+        below, at, above = ((y - mean) / sd for y in (padded[:-2], levels, padded[2:]))
+        return _stays(below, at, above, _normal, rounding)
+
+    return float(share(mean, sd) @ share(beta * levels + (1 - beta) * snr, 1 - beta))
 
 
-def _positive(levels: Sequence[float]) -> list[float]:
-    if not all(math.isfinite(y) for y in levels):
-        raise ValueError(f"levels={levels!r}: levels must be finite; leave out infinities and NaN.")
-    return sorted({float(y) for y in levels if y > 0})
+def _derive_grid(format: Any, typical: float | None) -> Grid:
+    kinds = ("float32", "bfloat16", "minifloat", "linear", "codebook", "log")
+    _require(format.kind in kinds, f"kind={format.kind!r}: has no levels to stall on; use one of {kinds}")
+    if format.kind in ("float32", "bfloat16"):
+        return Grid.floating(23 if format.kind == "float32" else 7)
+    if format.kind == "log":
+        return Grid.logarithmic(_log_ratio(format, typical))
+    gap = _binade_gap(format.levels)  # by structure, not by kind: a codebook may well be a small float
+    return Grid.from_levels(format.levels, typical) if gap is None else Grid(gap)
 
 
-def _binade_gap(levels: Sequence[float]) -> float:
-    """Spacing over value at the start of a binade, in whatever unit the levels come.
+def _log_ratio(format: Any, typical: float | None) -> float:
+    bits = getattr(format, "bits", None)
+    if typical is not None and bits:
+        _require(0 < typical < 1, f"typical={typical!r}: not in (0, 1); pass x_p/D of a typical block")
+        return typical ** (-1 / (2**bits - 1))
+    try:
+        levels = [y for y in _sorted(format.levels) if y > 0]
+    except ValueError:  # the library's own log formats refuse: their levels belong to the block
+        levels = []
+    remedy = "pass grid_of(format, typical=x_p/D) or Grid.logarithmic(ratio) of a typical block"
+    _require(len(levels) > 1, f"format={format!r}: the levels of its log map depend on the block; {remedy}")
+    return (levels[-1] / levels[0]) ** (1 / (len(levels) - 1))
 
-    Spacing doubles exactly where a binade starts, so no exponent needs to be known; subnormals share the first
-    normal binade's spacing and never show a doubling.
+
+def _binade_gap(levels: Sequence[float]) -> float | None:
+    """Spacing over value at the start of a binade, whatever the unit; None if the levels are not a float's.
+
+    A float's spacing stays or doubles from one level to the next, and it doubles where a binade starts
+    (not at the first normal one, whose spacing the subnormals share).
     """
-    y = _positive(levels)
-    for below, start, above in zip(y[-3::-1], y[-2::-1], y[::-1], strict=False):
-        if math.isclose(above - start, 2 * (start - below), rel_tol=1e-4):
-            return (above - start) / start
-    raise ValueError(
-        f"levels={levels!r}: spacing never doubles, this is no floating format; use Grid.from_levels."
-    )
+    y = np.array([y for y in _sorted(levels) if y > 0])
+    spacing = np.diff(y)
+    growth = spacing[1:] / spacing[:-1]
+    starts = np.flatnonzero(np.isclose(growth, 2, rtol=1e-4))
+    if not starts.size or starts.size + np.count_nonzero(np.isclose(growth, 1, rtol=1e-4)) < growth.size:
+        return None
+    return float(spacing[starts[-1] + 1] / y[starts[-1] + 1])
 
 
-def _grid_of_name(name: str) -> Grid:
-    minifloat = re.fullmatch(r"(?:fp\d+_)?e\d+m(\d+)", name)
-    fraction_bits = {"fp32": 23, "float32": 23, "bf16": 7, "bfloat16": 7, "fp8": 3}.get(name)
-    if minifloat:
-        fraction_bits = int(minifloat[1])
-    if fraction_bits is None:
-        raise ValueError(f"format={name!r}: no grid known by this name; pass the format object, or a Grid.")
-    return Grid.floating(fraction_bits)
+def _sorted(levels: Sequence[float]) -> tuple[float, ...]:
+    finite = all(math.isfinite(y) for y in levels)
+    _require(finite, f"levels={levels!r}: infinities and NaN are no levels; leave them out")
+    return tuple(sorted({float(y) for y in levels}))
+
+
+def _steady(beta: float) -> int:
+    return math.ceil(40 / (1 - _check_beta(beta)))  # time constants after which 1 - beta^j == 1 in a double
 
 
 def _check_beta(beta: float) -> float:
-    if not 0 <= beta < 1:
-        raise ValueError(f"beta={beta!r}: the decay of a moving average lies in [0, 1).")
+    _require(0 <= beta < 1, f"beta={beta!r}: not a moving average's decay; pass a value in [0, 1)")
     return float(beta)
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}: unknown; pick one of {', '.join(allowed)}.")
+    _require(value in allowed, f"{name}={value!r}: no such choice; pass one of {', '.join(allowed)}")
+
+
+def _require(valid: bool, value_reason_remedy: str) -> None:
+    if not valid:
+        raise ValueError(value_reason_remedy)

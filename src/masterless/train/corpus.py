@@ -2,13 +2,14 @@
 
 Contract:
 
-* A *document* is one file (one line of a ``.jsonl`` file). Text is used as raw bytes, one token a byte, and each document ends
-  with the byte 0, which no text contains.
-* The split is by document, decided by a hash of its path inside the folder: the same on every machine, unchanged by the
-  documents around it. If that would hold out less than 2% or more than 25% of the tokens, as with a single file, the last
-  8% of every document is held out instead; `Corpus.description` says which.
-* A batch is a pure function of (tokens, seed, step, shape). No global generator is read or advanced, so a resumed run sees
-  the batches that the uninterrupted run would have seen.
+* A *document* is one file (one line of a ``.jsonl`` file). Text is used as raw bytes, one token a byte, and
+  each document ends with the byte 0, which no text contains.
+* The split is by document, decided by a hash of its path inside the folder: the same on every machine,
+  unchanged by the documents around it. If that would hold out less than 2% or more than 25% of the tokens,
+  as it does with a single file, the last 8% of every document is held out instead; `Corpus.description` says
+  which.
+* A batch is a pure function of (tokens, seed, step, shape). No global generator is read or advanced, so a
+  resumed run sees the batches that the uninterrupted run would have seen.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -28,10 +29,12 @@ from torch import Tensor
 
 END_OF_DOCUMENT = 0
 VALIDATION_SHARE = 0.08
-ACCEPTED_SHARE = (0.02, 0.25)
+ACCEPTED_SHARE = (0.02, 0.25)  # outside of it, whole documents make a poor split
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".npy")
-# Tests are left out of the standard library: they are half its size, repetitive, and often not installed.
+# The library's tests are left out: they are more than half of it, repetitive, and often not installed.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+StrPath: TypeAlias = "str | os.PathLike[str]"
 
 
 class CorpusError(ValueError):
@@ -72,14 +75,14 @@ class Corpus:
         """Return the int64 tokens of ``text``."""
         if not self.is_bytes:
             raise CorpusError(
-                repr(text[:40]), "this corpus holds token ids of an unknown tokenizer", "encode it yourself"
+                repr(text[:40]), "the tokenizer of this corpus is unknown", "encode it yourself"
             )
         return torch.tensor(list(text.encode()), dtype=torch.long)
 
     def decode(self, tokens: Tensor | Sequence[int]) -> str:
-        """Return the text of ``tokens``; an end of document reads as a newline, broken UTF-8 as a replacement character.
+        """Return the text of ``tokens``.
 
-        Token ids of an unknown tokenizer are written as numbers.
+        An end of document reads as a newline, broken UTF-8 as U+FFFD, ids of an unknown tokenizer as numbers.
         """
         ids = tokens.reshape(-1).tolist() if isinstance(tokens, Tensor) else list(tokens)
         if not self.is_bytes:
@@ -105,21 +108,19 @@ def stdlib_corpus() -> Corpus:
             documents.append(_text_document(path.relative_to(root).as_posix(), content, path))
     if not documents:
         raise CorpusError(
-            root, "this Python has no standard library in source form", "pass your own text to text_corpus()"
+            root, "no source files of the standard library", "pass your own text to text_corpus()"
         )
-    return _split(
-        documents, f"source of the Python {sysconfig.get_python_version()} standard library", is_bytes=True
-    )
+    label = f"source of the Python {sysconfig.get_python_version()} standard library"
+    return _split(documents, label, is_bytes=True)
 
 
-def text_corpus(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], seq_len: int = 128
-) -> Corpus:
+def text_corpus(paths: StrPath | Iterable[StrPath], seq_len: int = 128) -> Corpus:
     """Return a corpus made of the user's files and folders.
 
-    Folders are searched for ``.txt``, ``.md``, ``.py``, ``.jsonl`` and ``.npy`` (hidden files and folders are skipped); a file
-    named directly may have any suffix if it is text. A line of ``.jsonl`` is an object with a ``"text"`` field. A ``.npy`` file
-    is a 1-D array of bytes (uint8) or of token ids (any other integer type); bytes and token ids do not mix.
+    Folders are searched for ``.txt``, ``.md``, ``.py``, ``.jsonl`` and ``.npy`` (hidden or empty files are
+    skipped); a file named directly may have any suffix if it is text. A line of ``.jsonl`` is an object with
+    a ``"text"`` field. A ``.npy`` file is a 1-D array of bytes (uint8) or of token ids (any other integer
+    type); bytes and token ids do not mix.
 
     Args:
         paths: One path or several.
@@ -129,46 +130,37 @@ def text_corpus(
         CorpusError: A file is missing, empty, binary or malformed, or there is too little text.
     """
     chosen = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
-    label = ", ".join(map(str, chosen)) or "paths=[]"
+    label = ", ".join(map(str, chosen)) if 0 < len(chosen) <= 3 else f"{len(chosen)} paths"
     documents: list[_Document] = []
     seen: set[Path] = set()
     for path in chosen:
         if not path.exists():
             raise CorpusError(path, "no such file or folder", "check the spelling and the working directory")
         if path.is_dir():
-            # Empty files in a folder are nobody's mistake (an __init__.py); one that was named directly is.
-            files = [
-                (file.relative_to(path).as_posix(), file)
-                for file in _walk(path, TEXT_SUFFIXES)
-                if file.stat().st_size
-            ]
+            files = [(file.relative_to(path).as_posix(), file) for file in _walk(path, TEXT_SUFFIXES)]
         else:
             files = [(path.name, path)]
         for name, file in files:
-            if file.resolve() not in seen:
-                seen.add(file.resolve())
-                documents.extend(_read(name, file))
+            if file.resolve() in seen:
+                continue
+            seen.add(file.resolve())
+            found = _read(name, file)
+            # An empty file in a folder is nobody's mistake (an __init__.py); one that was named directly is.
+            if not found and file is path:
+                raise CorpusError(path, "empty text", "remove it from the list or fill it")
+            documents += found
     if not documents:
-        raise CorpusError(
-            label, "no text found", f"name a file, or a folder with {', '.join(TEXT_SUFFIXES)} files"
-        )
+        raise CorpusError(label, "no text found", f"name a folder with {', '.join(TEXT_SUFFIXES)} files")
     # What is not uint8 is token ids; see _read.
     kinds = {document.tokens.dtype == np.uint8 for document in documents}
     if len(kinds) > 1:
-        raise CorpusError(
-            label,
-            "mixes text with arrays of token ids",
-            "use one kind, or encode the text with your tokenizer",
-        )
+        raise CorpusError(label, "mixes text with arrays of token ids", "encode the text with your tokenizer")
     corpus = _split(documents, label, is_bytes=kinds.pop())
     shortest = min(len(corpus.train), len(corpus.validation))
     if shortest <= seq_len:
         total = len(corpus.train) + len(corpus.validation)
-        raise CorpusError(
-            label,
-            f"{total} tokens leave a split of {shortest}, shorter than a sequence of {seq_len} and its last target",
-            "add text or lower seq_len",
-        )
+        reason = f"{total} tokens leave a part of {shortest}, shorter than a sequence of {seq_len} + 1"
+        raise CorpusError(label, reason, "add text or lower seq_len")
     return corpus
 
 
@@ -201,7 +193,7 @@ def validation_batches(tokens: Tensor, n: int, batch_size: int, seq_len: int) ->
     _require_sequence(tokens, seq_len)
     last = len(tokens) - seq_len - 1
     starts = torch.arange(n * batch_size) * last // max(1, n * batch_size - 1)
-    return [_windows(tokens, chunk, seq_len) for chunk in starts.split(batch_size)]
+    return [_windows(tokens, row, seq_len) for row in starts.view(n, batch_size)]
 
 
 def _windows(tokens: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -212,11 +204,8 @@ def _windows(tokens: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tens
 
 def _require_sequence(tokens: Tensor, seq_len: int) -> None:
     if len(tokens) <= seq_len:
-        raise CorpusError(
-            f"{len(tokens)} tokens",
-            f"shorter than a sequence of {seq_len} and its last target",
-            "add text or lower seq_len",
-        )
+        reason = f"shorter than a sequence of {seq_len} + 1"
+        raise CorpusError(f"{len(tokens)} tokens", reason, "add text or lower seq_len")
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], skipped: Iterable[str] = ("__pycache__",)) -> Iterator[Path]:
@@ -224,36 +213,30 @@ def _walk(root: Path, suffixes: tuple[str, ...], skipped: Iterable[str] = ("__py
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
-        found += [
-            Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")
-        ]
+        visible = [name for name in names if name.endswith(suffixes) and not name.startswith(".")]
+        found += [Path(folder, name) for name in visible]
     # By the path as hashed, not by Path's own order, which differs between operating systems.
     yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _text_document(name: str, content: bytes, source: object) -> _Document:
     if END_OF_DOCUMENT in content:
-        raise CorpusError(
-            source, "binary file (it contains NUL bytes)", "pass UTF-8 text, or token ids as .npy"
-        )
+        raise CorpusError(source, "binary, it contains NUL bytes", "pass UTF-8 text, or token ids as .npy")
     return _Document(name, np.frombuffer(content + bytes([END_OF_DOCUMENT]), dtype=np.uint8))
 
 
 def _read(name: str, path: Path) -> list[_Document]:
-    """Read one file; bytes come back as uint8 documents, token ids as int32."""
+    """Read one file, an empty one as no documents; bytes come back as uint8, token ids as int32."""
     if path.suffix == ".npy":
-        return [_Document(name, _read_array(path))]
+        array = _read_array(path)
+        return [_Document(name, array)] if array.size else []
     try:
         content = path.read_bytes()
     except OSError as error:
         raise CorpusError(path, f"cannot be read ({error.strerror})", "check its permissions") from error
     if path.suffix == ".jsonl":
-        documents = list(_read_lines(name, path, content))
-    else:
-        documents = [_text_document(name, content, path)] if content.strip() else []
-    if not documents:
-        raise CorpusError(path, "empty text", "remove it from the list or fill it")
-    return documents
+        return list(_read_lines(name, path, content))
+    return [_text_document(name, content, path)] if content.strip() else []
 
 
 def _read_lines(name: str, path: Path, content: bytes) -> Iterator[_Document]:
@@ -266,9 +249,7 @@ def _read_lines(name: str, path: Path, content: bytes) -> Iterator[_Document]:
         except ValueError as error:
             raise CorpusError(where, "not valid JSON", "write one JSON object a line") from error
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-            raise CorpusError(
-                where, 'no "text" field that holds a string', 'write lines like {"text": "..."}'
-            )
+            raise CorpusError(where, 'no "text" field with a string', 'write lines like {"text": "..."}')
         if record["text"].strip():
             # "replace" for lone surrogates, which JSON can spell and UTF-8 cannot.
             yield _text_document(f"{name}:{number}", record["text"].encode(errors="replace"), where)
@@ -282,9 +263,7 @@ def _read_array(path: Path) -> np.ndarray:
     if not isinstance(array, np.ndarray) or array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
         raise CorpusError(path, f"array of shape {shape} and type {dtype}", "save a 1-D array of integers")
-    if array.size == 0:
-        raise CorpusError(path, "empty array", "remove it from the list or fill it")
-    if array.dtype == np.uint8:
+    if array.dtype == np.uint8 or array.size == 0:
         return array
     low, high = int(array.min()), int(array.max())
     if low < 0 or high >= 2**31 - 1:
@@ -315,13 +294,12 @@ def _split(documents: list[_Document], label: str, is_bytes: bool) -> Corpus:
     held_out = len(sides[1]) / total
     unit = "bytes" if is_bytes else "tokens"
     plural = "" if len(documents) == 1 else "s"
-    description = (
-        f"{label}: {total:,} {unit} in {len(documents):,} document{plural}, {held_out:.1%} held out {how}"
-    )
+    size = f"{total:,} {unit} in {len(documents):,} document{plural}"
+    description = f"{label}: {size}, {held_out:.1%} held out {how}"
     counts = DocumentCounts(len(train), len(validation))
     return Corpus(sides[0], sides[1], counts, vocab_size, description, is_bytes)
 
 
 def _join(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
     # The empty start makes an empty side legal here; callers refuse it with the numbers.
-    return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype)
+    return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)

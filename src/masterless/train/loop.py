@@ -1,7 +1,8 @@
 """A training loop short enough to read, shared by the benchmarks and the command line.
 
-The learning rate, the batches and the points of evaluation are functions of the step's number alone. A run that stops
-after k steps and resumes with ``start_step=k``, its model and optimizer restored, is therefore the uninterrupted run.
+The learning rate, the batches and the points of evaluation are functions of the step's number alone. A run
+that stops after k steps and resumes with ``start_step=k``, its model and optimizer restored, is therefore the
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class TrainSettings:
             raise ValueError(f"grad_clip={self.grad_clip}: must be positive; pass None not to clip")
 
     def optimizer_arguments(self) -> dict[str, Any]:
-        """Return ``lr``, ``betas`` and ``weight_decay``, the keyword arguments of any optimizer shaped like AdamW."""
+        """Return ``lr``, ``betas`` and ``weight_decay``, as any optimizer shaped like AdamW takes them."""
         return {"lr": self.lr, "betas": self.betas, "weight_decay": self.weight_decay}
 
 
@@ -112,7 +113,9 @@ class TrainResult:
 
 
 def lr_at(step: int, settings: TrainSettings) -> float:
-    """Return the learning rate of a step (from 0): linear warm-up to ``lr``, then a cosine down to ``min_lr_ratio * lr``.
+    """Return the learning rate of a step, counted from 0.
+
+    It rises linearly to ``lr`` during the warm-up, then follows a cosine down to ``min_lr_ratio * lr``.
 
     >>> settings = TrainSettings(steps=100, warmup=10, lr=1.0, min_lr_ratio=0.0)
     >>> [round(lr_at(step, settings), 3) for step in (0, 9, 10, 55, 100)]
@@ -147,23 +150,24 @@ def train(
 ) -> TrainResult:
     """Train a language model, and return its losses.
 
-    A loss that becomes infinite or NaN does not end the run; it is in the result, as a benchmark of optimizers wants it.
+    A loss that becomes infinite or NaN does not end the run; it is in the result, where a benchmark wants it.
 
     Args:
-        model: A module whose ``forward(inputs, targets)`` returns ``(logits, loss)``, such as `masterless.models.GPT`.
+        model: A module whose ``forward(inputs, targets)`` returns ``(logits, loss)``, such as
+            `masterless.models.GPT`.
         optimizer: Any torch optimizer. The learning rate of its groups is overwritten at each step.
         corpus: The text.
-        settings: The run. ``weight_decay`` and ``betas`` are for building the optimizer and are not looked at here.
+        settings: The run. ``weight_decay`` and ``betas`` are for building the optimizer, not read here.
         on_step: Called with a `StepReport` after each step; returning ``True`` ends the run there.
         start_step: Number of steps already done, for a resumed run.
 
     Raises:
-        ValueError: The optimizer's groups have different learning rates, which one schedule would erase, or ``start_step``
-            is not a step of the run.
+        ValueError: The optimizer's groups have different learning rates, which one schedule would erase, or
+            ``start_step`` is not a step of the run.
     """
     if len(rates := {float(group["lr"]) for group in optimizer.param_groups}) > 1:
         raise ValueError(
-            f"learning rates {sorted(rates)}: one schedule would erase their differences; use one lr for all groups"
+            f"learning rates {sorted(rates)}: one schedule would make them equal; give all groups the same"
         )
     if not 0 <= start_step <= settings.steps:
         raise ValueError(f"start_step={start_step}: must lie between 0 and steps={settings.steps}")
@@ -190,16 +194,15 @@ def train(
             norm = float(nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip))
         optimizer.step()
         done = step + 1
-        result.train_losses.append(float(loss))
+        result.train_losses.append(loss.item())
         result.seconds += time.perf_counter() - started
 
         validation_loss = None
         if done == settings.steps or (settings.eval_every and done % settings.eval_every == 0):
             validation_loss = evaluate(model, held_out)
             result.validation_losses.append((done, validation_loss))
-        if on_step is not None and on_step(
-            StepReport(step, result.train_losses[-1], lr, norm, validation_loss)
-        ):
+        report = StepReport(step, result.train_losses[-1], lr, norm, validation_loss)
+        if on_step is not None and on_step(report):
             break
     # A run that was ended early, or had nothing left to do, still reports where it stands.
     if not result.validation_losses or result.validation_losses[-1][0] != done:

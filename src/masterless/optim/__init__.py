@@ -1,0 +1,20 @@
+"""The optimizers: drop-in for torch.optim, with states of a few bits."""
+
+from masterless.optim.adafactor import Adafactor
+from masterless.optim.adam import AdaBelief, Adam, AdamW
+from masterless.optim.base import LowBitOptimizer, NonFiniteGradientError
+from masterless.optim.beta import beta_for_bits
+from masterless.optim.sgd import SGD, Lion, RMSprop
+
+__all__ = [
+    "SGD",
+    "AdaBelief",
+    "Adafactor",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "LowBitOptimizer",
+    "NonFiniteGradientError",
+    "RMSprop",
+    "beta_for_bits",
+]

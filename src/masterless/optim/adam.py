@@ -1,0 +1,193 @@
+"""Adam, AdamW and AdaBelief."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from masterless.formats import Format
+from masterless.optim.base import LowBitOptimizer, require
+from masterless.optim.options import Options, common, refuse
+from masterless.rules import RULES, Rule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Adam(LowBitOptimizer):
+    """Adam whose moving averages live in a few bits.
+
+    ``m <- b1 m + (1-b1) g``, ``v <- b2 v + (1-b2) g^2``, ``W <- W - lr * mhat / (sqrt(vhat) + eps)``, where m
+    and v are stored in the formats `exp_avg` and `exp_avg_sq` between steps. The leading arguments are those of
+    `torch.optim.Adam`; for all other options see `masterless.optim.options.Options`.
+
+    Args:
+        params: parameters, named parameters, or param groups.
+        lr: learning rate, a float or a one-element tensor.
+        betas: decay rates of the two averages. Few bits want a smaller beta1: see `beta_for_bits`. With
+            ``beta1 = 0`` there is no first moment; ``exp_avg="none"`` then says so in the checkpoint.
+        eps: added to the denominator.
+        weight_decay: coupled (L2) in Adam, decoupled in AdamW.
+        amsgrad: refused.
+        exp_avg: format of the first moment: "int8", "int4", "dynamic4", "fp8", "bf16", "fp32", "none", ...
+        exp_avg_sq: format of the second moment: "log8", "log4", "log2", "factored", "fp8", "bf16", "fp32", ...
+        moment_units: "gradient", or "update": the first moment averages ``g / (sqrt(vhat) + eps)`` instead of g
+            (LaProp), so that a block's coordinates are of one size, which a coarse code likes.
+        **options: see `masterless.optim.options.Options`.
+
+    >>> model = torch.nn.Linear(64, 64)
+    >>> opt = Adam(model.parameters(), lr=1e-3, exp_avg="int4", exp_avg_sq="log2")
+    """
+
+    torch_twin = torch.optim.Adam
+    first_name = "exp_avg"
+    second_name = "exp_avg_sq"
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        exp_avg: str | Format = "int8",
+        exp_avg_sq: str | Format = "log8",
+        moment_units: str = "gradient",
+        **options: Unpack[Options],
+    ) -> None:
+        refuse(amsgrad=amsgrad)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "exp_avg": exp_avg,
+                "exp_avg_sq": exp_avg_sq,
+                "moment_units": moment_units,
+                "decoupled_weight_decay": self._decoupled,
+                **common(options),
+            },
+        )
+
+    def rule(self, group: dict[str, Any]) -> Rule:
+        """Adam, with its momentum in gradient or update units."""
+        return RULES["adam" if group["moment_units"] == "gradient" else "adam_update_units"]
+
+    def has_momentum(self, group: dict[str, Any]) -> bool:
+        """Beta1 above zero."""
+        return group["betas"][0] > 0.0
+
+    def check_hyperparameters(self, group: dict[str, Any]) -> None:
+        """Betas in [0, 1), eps not negative."""
+        check_betas(group)
+        require(group["eps"] >= 0.0, "eps", group["eps"], "must not be negative")
+        units = group["moment_units"]
+        require(units in ("gradient", "update"), "moment_units", units, "'gradient' or 'update'")
+
+
+class AdamW(Adam):
+    """AdamW, Adam with decoupled weight decay, whose moving averages live in a few bits.
+
+    As `Adam`, but weight decay multiplies the weight by ``1 - lr * weight_decay`` instead of entering the
+    gradient, and defaults to 0.01 as in `torch.optim.AdamW`.
+
+    >>> model = torch.nn.Linear(64, 64)
+    >>> opt = AdamW(model.named_parameters(), lr=3e-4, weight_decay=0.1, exp_avg="int4", exp_avg_sq="log2")
+    """
+
+    torch_twin = torch.optim.AdamW
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+
+
+class AdaBelief(LowBitOptimizer):
+    """AdaBelief (Zhuang et al. 2020): Adam that divides by the gradient's deviation from its average.
+
+    ``s <- b2 s + (1-b2)(g - m)^2`` takes the place of v. Weight decay is decoupled.
+
+    Args:
+        params: parameters, named parameters, or param groups.
+        lr: learning rate.
+        betas: decay rates of the two averages.
+        eps: added under the root and to the denominator.
+        weight_decay: decoupled weight decay.
+        exp_avg: format of the first moment.
+        exp_avg_var: format of the average of squared deviations.
+        **options: see `masterless.optim.options.Options`.
+    """
+
+    first_name = "exp_avg"
+    second_name = "exp_avg_var"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-16,
+        weight_decay: float = 0.0,
+        *,
+        exp_avg: str | Format = "int8",
+        exp_avg_var: str | Format = "log8",
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "exp_avg": exp_avg,
+                "exp_avg_var": exp_avg_var,
+                "decoupled_weight_decay": True,
+                **common(options),
+            },
+        )
+
+    def rule(self, group: dict[str, Any]) -> Rule:
+        """AdaBelief."""
+        return RULES["adabelief"]
+
+    def has_momentum(self, group: dict[str, Any]) -> bool:
+        """Beta1 above zero."""
+        return group["betas"][0] > 0.0
+
+    def check_hyperparameters(self, group: dict[str, Any]) -> None:
+        """Betas in (0, 1) and [0, 1), eps not negative, and a second moment that is updated element by element."""
+        check_betas(group)
+        require(group["eps"] >= 0.0, "eps", group["eps"], "must not be negative")
+        require(
+            group["betas"][0] > 0.0, "betas", group["betas"], "without beta1 the deviation from m is zero"
+        )
+        require(
+            group["exp_avg_var"] != "factored",
+            "exp_avg_var",
+            "factored",
+            "the deviation is known only while m is decoded, tile by tile; use 'log2' or 'log4'",
+        )
+
+
+def check_betas(group: dict[str, Any]) -> None:
+    """Both betas must lie in [0, 1)."""
+    betas = group["betas"]
+    require(len(betas) == 2, "betas", betas, "two numbers are needed")
+    require(all(0.0 <= float(b) < 1.0 for b in betas), "betas", betas, "both must lie in [0, 1)")

@@ -1,0 +1,355 @@
+"""What all optimizers share: validation, allocation, the step loop, checkpoints. A rule adds its mathematics.
+
+Contract:
+    * Every option sits in `defaults` and can be overridden per param group.
+    * Which tensors get low-bit states is decided from the parameter's full shape (`layout.is_matrix_like`):
+      with ``quantize="matrices"`` (the default) vectors and very narrow matrices keep fp32 states.
+    * `.grad` is never written. State is plain tensors. Nothing is printed.
+    * A parameter's random bits depend on its name if the optimizer was given names, else on its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from masterless import ops
+from masterless.formats import Format, as_first_moment, as_second_moment, parse
+from masterless.layout import is_matrix_like
+from masterless.optim import checkpoint
+from masterless.reference import Task
+from masterless.rounding import PURPOSES, check_rounding, parameter_id, stream_key
+from masterless.rules import Rule
+from masterless.scaling import POLICIES
+from masterless.storage import Storage, tensor_specs
+from masterless.weight import weight_storage
+
+_PLAIN = {torch.float32: parse("fp32"), torch.bfloat16: parse("bf16")}
+
+COMMON_DEFAULTS: dict[str, Any] = {
+    "maximize": False,
+    "rounding": "stochastic",
+    "weight_rounding": "stochastic",
+    "error_compensation": True,
+    "scale_policy": "held",
+    "next_lr": None,
+    "quantize": "matrices",
+    "nonfinite": "raise",
+    "seed": 0,
+    "backend": "auto",
+}
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient held NaN or infinity; what it touched was left exactly as it was."""
+
+
+def require(condition: bool, name: str, value: Any, reason: str) -> None:
+    """Raises a ValueError that names the option, its value and what is allowed."""
+    if not condition:
+        raise ValueError(f"{name}={value!r}: {reason}")
+
+
+class LowBitOptimizer(Optimizer):
+    """Base of the optimizers: a subclass declares its rule and its defaults.
+
+    Attributes:
+        nonfinite_counts: with ``nonfinite="skip"``: elements of each parameter's gradients, by name, that were
+            not finite and were skipped.
+    """
+
+    torch_twin: ClassVar[type[Optimizer] | None] = (
+        None  # the torch.optim class whose checkpoints are ours too
+    )
+    first_name: ClassVar[str | None] = None
+    second_name: ClassVar[str | None] = None
+
+    nonfinite_counts: dict[str, int]
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self.nonfinite_counts = {}
+        defaults = {**COMMON_DEFAULTS, **defaults, "masterless_version": checkpoint.VERSION}
+        self._check_group(defaults)
+        super().__init__(params, defaults)
+
+    # --- what a subclass says -----------------------------------------------------------------------------
+
+    def rule(self, group: dict[str, Any]) -> Rule:
+        """The rule that updates this group."""
+        raise NotImplementedError
+
+    def has_momentum(self, group: dict[str, Any]) -> bool:
+        """Whether the rule keeps a first moment under the group's hyperparameters."""
+        raise NotImplementedError
+
+    def check_hyperparameters(self, group: dict[str, Any]) -> None:
+        """Raises a ValueError for a hyperparameter that cannot be."""
+        raise NotImplementedError
+
+    # --- param groups -------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters with options of its own; the rest is taken from the defaults."""
+        unknown = [k for k in param_group if k not in self.defaults and k not in ("params", "param_names")]
+        if unknown:
+            raise ValueError(
+                f"{type(self).__name__}: unknown options {unknown} in a param group; "
+                f"known: {', '.join(sorted(self.defaults))}"
+            )
+        merged = {**self.defaults, **{k: v for k, v in param_group.items() if k in self.defaults}}
+        self._check_group(merged)
+        param_group = {**param_group, **{k: merged[k] for k in merged}}
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            self._check_parameter(p, self.param_groups[-1])
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Checks a group's options and replaces format names by their canonical spelling."""
+        lr = group["lr"]
+        if isinstance(lr, Tensor):
+            require(lr.numel() == 1, "lr", lr, "a tensor learning rate must have one element")
+        require(float(lr) >= 0.0, "lr", lr, "the learning rate must not be negative")
+        require(group["weight_decay"] >= 0.0, "weight_decay", group["weight_decay"], "must not be negative")
+        self.check_hyperparameters(group)
+        if self.first_name:
+            group[self.first_name] = str(as_first_moment(group[self.first_name]))
+            none = parse(group[self.first_name]).kind == "none"
+            require(
+                not (none and self.has_momentum(group)),
+                self.first_name,
+                "none",
+                "a momentum above zero needs a buffer; set it to 0 or choose a format",
+            )
+        if self.second_name:
+            group[self.second_name] = str(as_second_moment(group[self.second_name]))
+        check_rounding(group["rounding"])
+        check_rounding(group["weight_rounding"])
+        require(
+            group["weight_rounding"] != "stochastic-log",
+            "weight_rounding",
+            "stochastic-log",
+            "not for weights",
+        )
+        policy = group["scale_policy"]
+        require(policy in POLICIES, "scale_policy", policy, f"choose one of {', '.join(POLICIES)}")
+        require(
+            group["quantize"] in ("matrices", "all"), "quantize", group["quantize"], "'matrices' or 'all'"
+        )
+        require(group["nonfinite"] in ("raise", "skip"), "nonfinite", group["nonfinite"], "'raise' or 'skip'")
+        seed = group["seed"]
+        require(isinstance(seed, int) and 0 <= seed < 2**63, "seed", seed, "a non-negative 63-bit integer")
+        ops.check_backend(group["backend"])
+
+    def _check_parameter(self, p: Tensor, group: dict[str, Any]) -> None:
+        storage = weight_storage(p)
+        if storage is None and p.dtype not in _PLAIN:
+            raise ValueError(
+                f"parameter of shape {tuple(p.shape)} is {p.dtype}: steps are computed in fp32 and stored in the "
+                f"parameter's own format, which must be float32, bfloat16 or quantized; convert it with .float() "
+                f"or .bfloat16()"
+            )
+        if storage is None or storage.format.master or not group["error_compensation"]:
+            return
+        name, rule = type(self).__name__, self.rule(group)
+        if not rule.compensable:
+            raise ValueError(
+                f"{name} cannot compensate the rounding error of a parameter stored as '{storage.format}': its step "
+                f"is a sign, which no change of the momentum can make larger or smaller by a given error; pass "
+                f"error_compensation=False (with hidden bits, e.g. 'int4+4', little is lost)"
+            )
+        if not self.has_momentum(group):
+            raise ValueError(
+                f"{name} without momentum has no buffer to carry the rounding error of a parameter stored as "
+                f"'{storage.format}'; pass error_compensation=False, or set a momentum (beta1) above zero"
+            )
+
+    # --- state --------------------------------------------------------------------------------------------
+
+    def state_formats(self, p: Tensor, group: dict[str, Any]) -> dict[str, Format]:
+        """The format of each of a parameter's states, by the state's name."""
+        wanted: dict[str, Format] = {}
+        if self.first_name and self.has_momentum(group):
+            wanted[self.first_name] = parse(group[self.first_name])
+        if self.second_name:
+            wanted[self.second_name] = parse(group[self.second_name])
+        if group["quantize"] == "all" and not (
+            len(p.shape) < 2 and group.get(self.second_name) == "factored"
+        ):
+            return wanted
+        if is_matrix_like(p.shape):
+            return wanted
+        return {name: fmt if fmt.kind == "none" else parse("fp32") for name, fmt in wanted.items()}
+
+    def state_storage(self, p: Tensor, group: dict[str, Any]) -> dict[str, Storage]:
+        """A parameter's states as storages over the tensors in ``self.state[p]``; allocates them if need be."""
+        state = self.state[p]
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0)
+        storages = {}
+        for name, fmt in self.state_formats(p, group).items():
+            keys = {part: checkpoint.state_key(name, part) for part in tensor_specs(fmt, p.shape)}
+            if any(key not in state for key in keys.values()):
+                fresh = Storage.zeros(fmt, p.shape, p.device)
+                state.update({keys[part]: tensor for part, tensor in fresh.tensors.items()})
+            storages[name] = Storage(fmt, tuple(p.shape), {part: state[key] for part, key in keys.items()})
+        return storages
+
+    def parameters(self) -> Iterator[tuple[dict[str, Any], Tensor, str]]:
+        """All parameters with their group and their name (its position, written ``#i``, if it has none)."""
+        position = 0
+        for group in self.param_groups:
+            names = group.get("param_names")
+            for i, p in enumerate(group["params"]):
+                yield group, p, names[i] if names else f"#{position}"
+                position += 1
+
+    # --- the step -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Performs one optimization step.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Raises:
+            NonFiniteGradientError: if a gradient held NaN or infinity (unless ``nonfinite="skip"``). The tiles it
+                lies in were left exactly as they were, everything else has been stepped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.step_parameters((g, p, name) for g, p, name in self.parameters() if p.grad is not None)
+        return loss
+
+    @torch.no_grad()
+    def step_parameters(self, parameters: Iterable[tuple[dict[str, Any], Tensor, str]]) -> None:
+        """Steps some of the parameters, given as `parameters` yields them."""
+        batches: dict[str, list[Task]] = {}
+        copies: list[tuple[Tensor, Tensor]] = []
+        skip_allowed: dict[str, bool] = {}
+        for group, p, name in parameters:
+            task = self._task(group, p, name, copies)
+            batches.setdefault(group["backend"], []).append(task)
+            skip_allowed[name] = group["nonfinite"] == "skip"
+        bad: dict[str, int] = {}
+        for backend, tasks in batches.items():
+            for task, count in zip(tasks, ops.step(tasks, backend), strict=True):
+                if count:
+                    bad[task.name] = count
+        for p, contiguous in copies:
+            p.copy_(contiguous)
+        self._report_nonfinite(bad, skip_allowed)
+
+    def _report_nonfinite(self, bad: dict[str, int], skip_allowed: dict[str, bool]) -> None:
+        for name, count in bad.items():
+            self.nonfinite_counts[name] = self.nonfinite_counts.get(name, 0) + count
+        fatal = {name: count for name, count in bad.items() if not skip_allowed[name]}
+        if fatal:
+            listing = ", ".join(f"{name} ({count} elements)" for name, count in list(fatal.items())[:8])
+            more = f" and {len(fatal) - 8} more" if len(fatal) > 8 else ""
+            raise NonFiniteGradientError(
+                f"gradients are not finite (or their squares overflow) in {listing}{more}. The affected tiles of "
+                f"weights and states were left as they were. Check the loss and the learning rate, clip "
+                f"gradients, or pass nonfinite='skip' to go on and only count them"
+            )
+
+    def _task(self, group: dict[str, Any], p: Tensor, name: str, copies: list[tuple[Tensor, Tensor]]) -> Task:
+        grad = p.grad
+        assert grad is not None
+        if grad.is_sparse or grad.layout != torch.strided:
+            raise RuntimeError(
+                f"{type(self).__name__}: the gradient of {name} is sparse ({grad.layout}); blocks of a low-bit state "
+                f"share a scale, so all of it changes at every step. Use dense gradients (sparse=False)"
+            )
+        rule = self.rule(group)
+        states = self.state_storage(p, group)
+        state = self.state[p]
+        state["step"] += 1
+        step = int(state["step"])
+        weight = weight_storage(p)
+        plain = weight is None
+        if weight is None:
+            values = p.detach()
+            if not values.is_contiguous():
+                values = values.contiguous()
+                copies.append((p.detach(), values))
+            weight = Storage(_PLAIN[p.dtype], tuple(p.shape), {"values": values})
+        first = states.get(self.first_name) if self.first_name else None
+        second = states.get(self.second_name) if self.second_name else None
+        identity = parameter_id(name)
+        rounding = {
+            "weight": group["weight_rounding"],
+            "exp_avg": group["rounding"],
+            "exp_avg_sq": group["rounding"],
+        }
+        if rounding["exp_avg"] == "stochastic-log":  # a dither of logarithms, so for the second moment only
+            rounding["exp_avg"] = "stochastic"
+        lossy = not plain and not weight.format.master
+        return Task(
+            name=name,
+            rule=rule,
+            scalars=rule.scalars(group, *self._local_steps(state, step)),
+            group=group,
+            grad=grad,
+            weight=weight,
+            first=first,
+            second=second,
+            rounding=rounding,
+            keys={purpose: stream_key(group["seed"], step, identity, purpose) for purpose in PURPOSES},
+            inject=lossy and bool(group["error_compensation"]),
+            maximize=group["maximize"],
+            scale_policy=group["scale_policy"],
+        )
+
+    def _local_steps(self, state: dict[str, Any], step: int) -> tuple[int, int]:
+        """Updates each moment has seen since it was last zero: what its bias correction must count."""
+        return tuple(  # type: ignore[return-value]
+            step - int(state.get(f"{name}.reset_step", 0)) if name else step
+            for name in (self.first_name, self.second_name)
+        )
+
+    # --- checkpoints --------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this optimizer, of the same with other formats, or of its torch.optim twin.
+
+        Hyperparameters follow the checkpoint, as in torch; formats stay those of this optimizer, and states
+        saved in another format are decoded and encoded anew.
+        """
+        super().load_state_dict(checkpoint.prepare_for_load(self, state_dict))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("nonfinite_counts", {})
+        checkpoint.finish_load(self)
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """This optimizer's state as a state dict of its torch.optim twin, moments in fp32."""
+        return checkpoint.export_to_torch(self)
+
+    # --- memory -------------------------------------------------------------------------------------------
+
+    def predicted_state_bytes(self) -> int:
+        """Bytes that all moments take (metadata included), from shapes and formats; nothing is allocated."""
+        from masterless.storage import predicted_bytes
+
+        return sum(
+            predicted_bytes(fmt, p.shape)
+            for group, p, _ in self.parameters()
+            for fmt in self.state_formats(p, group).values()
+        )
+
+    def state_bytes(self) -> int:
+        """Bytes of the live moments, metadata included."""
+        return sum(
+            value.numel() * value.itemsize
+            for state in self.state.values()
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.dim() > 0
+        )

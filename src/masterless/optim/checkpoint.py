@@ -1,0 +1,201 @@
+"""Optimizer state to and from files: plain tensors, other formats, and torch.optim's own state dicts.
+
+Contract:
+    * A state dict holds tensors in their own dtypes and Python scalars: it loads with ``weights_only=True``.
+    * Resuming is bit for bit. The stock `load_state_dict` casts every state tensor to the parameter's dtype,
+      which would destroy codes and, with bf16 parameters, moments: ours keeps each tensor as it was saved.
+    * A moment saved in another format (torch.optim's fp32 included) is decoded and rounded to nearest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from masterless.codec import exact_sqrt
+from masterless.formats import Format, parse
+from masterless.storage import Storage, tensor_specs
+
+if TYPE_CHECKING:
+    from masterless.optim.base import LowBitOptimizer
+
+VERSION = 1
+
+
+class _Sealed:
+    """Carries one parameter's state through the stock loader, which would cast bare tensors."""
+
+    def __init__(self, state: dict[str, Any], saved_group: dict[str, Any]) -> None:
+        self.state = state
+        self.saved_group = saved_group
+
+
+def state_key(name: str, part: str) -> str:
+    """The key of one stored tensor in a parameter's state: ``exp_avg`` for a plain one, else ``exp_avg.codes``."""
+    return name if part == "values" else f"{name}.{part}"
+
+
+def prepare_for_load(optimizer: LowBitOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict as the stock loader may see it: groups completed with our options, states sealed."""
+    groups = state_dict["param_groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the state dict has {len(groups)} param groups, this {type(optimizer).__name__} has "
+            f"{len(optimizer.param_groups)}; build the optimizer with the same groups"
+        )
+    formats = {name for name in (optimizer.first_name, optimizer.second_name) if name}
+    merged = []
+    owner: dict[Any, dict[str, Any]] = {}
+    for saved, own in zip(groups, optimizer.param_groups, strict=True):
+        version = saved.get("masterless_version", VERSION)
+        if version > VERSION:
+            raise ValueError(
+                f"the state dict has version {version}, this masterless reads up to {VERSION}; upgrade masterless"
+            )
+        if saved.get("amsgrad"):
+            raise ValueError("the state dict was saved with amsgrad=True, which masterless does not support")
+        keep = {k: v for k, v in saved.items() if k in optimizer.defaults and k not in formats}
+        keep.pop("masterless_version", None)
+        own_options = {k: v for k, v in own.items() if k not in ("params", "param_names")}
+        entry = {**own_options, **keep, "params": saved["params"]}
+        if "param_names" in saved:
+            entry["param_names"] = saved["param_names"]
+        merged.append(entry)
+        owner.update(dict.fromkeys(saved["params"], saved))
+    states = {k: _Sealed(v, owner.get(k, {})) for k, v in state_dict["state"].items()}
+    return {**state_dict, "state": states, "param_groups": merged}
+
+
+def finish_load(optimizer: LowBitOptimizer) -> None:
+    """Unseals the states and brings each moment into this optimizer's format."""
+    for group, p, name in optimizer.parameters():
+        sealed = optimizer.state.get(p)
+        if isinstance(sealed, _Sealed):
+            optimizer.state[p] = _adopt(optimizer, group, p, name, sealed)
+
+
+def _adopt(
+    optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str, sealed: _Sealed
+) -> dict[str, Any]:
+    saved = {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in sealed.state.items()
+    }
+    wanted = optimizer.state_formats(p, group)
+    step = saved.get("step", torch.tensor(0.0))
+    state: dict[str, Any] = {"step": torch.as_tensor(step, dtype=torch.float32).cpu().clone()}
+    state.update({k: v for k, v in saved.items() if k.endswith(".reset_step")})
+    for moment, fmt in wanted.items():
+        found = _saved_storage(moment, saved, sealed.saved_group, p, fmt)
+        if found is None:
+            if fmt.kind != "none" and int(state["step"]) > 0:
+                raise ValueError(
+                    f"the state dict has no {moment!r} for parameter {name} (its keys: {sorted(saved)}); it was saved "
+                    f"by another kind of optimizer"
+                )
+            continue
+        if found.format != fmt or _units(sealed.saved_group) != _units(group):
+            found = Storage.zeros(fmt, p.shape, p.device).encode_(
+                _decoded(optimizer, moment, found, saved, sealed, group, p)
+            )
+        state.update({state_key(moment, part): t.to(p.device) for part, t in found.tensors.items()})
+    return state
+
+
+def _units(group: dict[str, Any]) -> str:
+    return group.get("moment_units", "gradient")
+
+
+def _saved_storage(
+    moment: str, saved: dict[str, Any], saved_group: dict[str, Any], p: Tensor, wanted: Format
+) -> Storage | None:
+    """The stored form of one moment in a saved state, or None if it is not there."""
+    plain = saved.get(moment)
+    if isinstance(plain, Tensor):
+        if plain.shape != p.shape:
+            raise ValueError(f"{moment} has shape {tuple(plain.shape)}, its parameter {tuple(p.shape)}")
+        fmt = parse("bf16") if plain.dtype == torch.bfloat16 else parse("fp32")
+        return Storage(
+            fmt, tuple(p.shape), {"values": plain.to(torch.bfloat16 if fmt.bits == 16 else torch.float32)}
+        )
+    named = {
+        key.removeprefix(f"{moment}."): value for key, value in saved.items() if key.startswith(f"{moment}.")
+    }
+    named.pop("reset_step", None)
+    if not named:
+        return None
+    fmt = parse(saved_group.get(moment, wanted))
+    specs = tensor_specs(fmt, p.shape)
+    found = {part: (tuple(t.shape), t.dtype) for part, t in named.items()}
+    if found != specs:
+        raise ValueError(
+            f"{moment} was saved as {found}, but format '{fmt}' of a parameter of shape {tuple(p.shape)} stores {specs}; "
+            f"the checkpoint belongs to another model or is damaged"
+        )
+    return Storage(fmt, tuple(p.shape), named)
+
+
+def _denominator(optimizer: LowBitOptimizer, second: Tensor, group: dict[str, Any], step: int) -> Tensor:
+    scalars = optimizer.rule(group).scalars(group, max(step, 1), max(step, 1))
+    return exact_sqrt(second) * scalars.bias2 + scalars.eps
+
+
+def _decoded(
+    optimizer: LowBitOptimizer,
+    moment: str,
+    found: Storage,
+    saved: dict[str, Any],
+    sealed: _Sealed,
+    group: dict[str, Any],
+    p: Tensor,
+) -> Tensor:
+    """The moment's values, converted between gradient units and update units if the two sides differ."""
+    values = found.decode()
+    if moment != optimizer.first_name or _units(sealed.saved_group) == _units(group):
+        return values
+    assert optimizer.second_name is not None
+    wanted = optimizer.state_formats(p, group)[optimizer.second_name]
+    second = _saved_storage(optimizer.second_name, saved, sealed.saved_group, p, wanted)
+    assert second is not None
+    d = _denominator(optimizer, second.decode(), group, int(saved["step"]))
+    return values / d if _units(group) == "update" else values * d
+
+
+def export_to_torch(optimizer: LowBitOptimizer) -> dict[str, Any]:
+    """A state dict that the optimizer's torch.optim twin loads."""
+    twin = optimizer.torch_twin
+    if twin is None:
+        raise ValueError(f"torch.optim has no counterpart of {type(optimizer).__name__} to export to")
+    template = twin([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    index = 0
+    for group in optimizer.param_groups:
+        options = {k: group.get(k, v) for k, v in template.items() if k != "params"}
+        indices = []
+        for p in group["params"]:
+            if optimizer.state.get(p):
+                state[index] = _exported(optimizer, group, p)
+            indices.append(index)
+            index += 1
+        groups.append({**options, "params": indices})
+        if "param_names" in group:
+            groups[-1]["param_names"] = list(group["param_names"])
+    return {"state": state, "param_groups": groups}
+
+
+def _exported(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
+    storages = optimizer.state_storage(p, group)
+    step = optimizer.state[p]["step"]
+    out: dict[str, Any] = {"step": step.clone()}
+    for moment, storage in storages.items():
+        values = torch.zeros(p.shape) if storage.format.kind == "none" else storage.decode().clone()
+        if moment == optimizer.first_name and _units(group) == "update" and storage.format.kind != "none":
+            assert optimizer.second_name is not None
+            values = values * _denominator(
+                optimizer, storages[optimizer.second_name].decode(), group, int(step)
+            )
+        out[moment] = values
+    return out

@@ -1,0 +1,71 @@
+"""The options that all optimizers share, and the torch.optim arguments that cannot be honoured."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+from masterless.optim.base import COMMON_DEFAULTS
+
+
+class Options(TypedDict, total=False):
+    """Keyword options of every optimizer; each can also be set per param group.
+
+    Attributes:
+        maximize: ascend instead of descend.
+        rounding: how states are rounded: "stochastic" (unbiased), "nearest", or "stochastic-log" (a log code is
+            dithered uniformly, as SOLO does; other codes are rounded stochastically).
+        weight_rounding: how weights stored in bf16 or quantized are rounded: "stochastic" or "nearest".
+        error_compensation: what rounding a quantized weight loses is injected into the momentum (ECO).
+        scale_policy: of quantized weights: "held" or "recompute".
+        next_lr: the next step's learning rate, if known: error compensation then aims at it instead of this one's.
+        quantize: which parameters get low-bit states: "matrices", or "all" (vectors and narrow matrices too).
+        nonfinite: on NaN or infinite gradients: "raise" after the step, or "skip" the tile and only count.
+        seed: of the random bits.
+        backend: "auto" or "reference".
+        foreach: accepted as None or False for compatibility; see `refuse`.
+        capturable: likewise.
+        differentiable: likewise.
+        fused: likewise.
+    """
+
+    maximize: bool
+    rounding: str
+    weight_rounding: str
+    error_compensation: bool
+    scale_policy: str
+    next_lr: float | None
+    quantize: str
+    nonfinite: str
+    seed: int
+    backend: str
+    foreach: bool | None
+    capturable: bool
+    differentiable: bool
+    fused: bool | None
+
+
+_REFUSED = {
+    "amsgrad": "it needs a third buffer, and a maximum of rounded numbers only ever rounds up; leave it out",
+    "centered": "it needs a third buffer; AdaBelief tracks the variance around the mean with two",
+    "foreach": "the whole step is already one call over all tensors; leave it out",
+    "fused": "the whole step is already one fused call over all tensors; leave it out",
+    "capturable": "the step's scalars are computed on the host; leave it out",
+    "differentiable": "rounding has no derivative; use torch.optim for differentiable steps",
+}
+
+
+def refuse(**arguments: Any) -> None:
+    """Raises a ValueError for any torch.optim argument that is switched on and cannot be honoured."""
+    for name, value in arguments.items():
+        if value:
+            raise ValueError(f"{name}={value!r} is not supported: {_REFUSED[name]}")
+
+
+def common(options: Options) -> dict[str, Any]:
+    """The shared options of a constructor call, checked for unknown and refused ones."""
+    chosen: dict[str, Any] = dict(options)
+    refuse(**{name: chosen.pop(name, None) for name in ("foreach", "capturable", "differentiable", "fused")})
+    unknown = [name for name in chosen if name not in COMMON_DEFAULTS]
+    if unknown:
+        raise TypeError(f"unknown options {unknown}; known: {', '.join(COMMON_DEFAULTS)}")
+    return chosen

@@ -1,0 +1,249 @@
+"""One whole optimizer step in plain torch: the oracle of every kernel, and the fallback without one.
+
+Contract, for one parameter, row by row::
+
+    g, W, m, v      decoded to fp32 (hidden bits of W included)
+    m~, v~, u, d    the rule, from g + l2 * W
+    W~              = decay * W - step_size * (u / d)
+    W^              = the stored weight: W~ rounded under its scale policy
+    m'              = m~ + (inject * d) * (W~ - W^)         if the error is injected
+    m', v~          encoded with new block scales
+
+    * A gradient that is not finite (or whose square is not) never touches anything stored: its tile, the
+      smallest run of whole chunks and whole blocks of the row, keeps every byte it had. A weight with one
+      scale a tensor and a factored second moment make the whole parameter one tile.
+    * No temporary is larger than a slab of rows (about `SLAB` elements), however large the parameter.
+    * Slabs, shards and threads do not show in the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from masterless import codec, scaling
+from masterless.layout import CHUNK
+from masterless.packing import chunk_bytes
+from masterless.rounding import dither
+from masterless.rules import Rule, Scalars, Update, finish_adafactor
+from masterless.storage import Storage, exact_sum, factored_estimate, matrix_means
+
+SLAB = 1 << 19
+
+
+@dataclass
+class Task:
+    """Everything one parameter's step needs: where numbers lie, what to do, and the keys of its random bits."""
+
+    name: str
+    rule: Rule
+    scalars: Scalars
+    group: Mapping[str, Any]
+    grad: Tensor
+    weight: Storage
+    first: Storage | None
+    second: Storage | None
+    rounding: dict[str, str]  # purpose -> rounding
+    keys: dict[str, int]  # purpose -> key of `rounding.dither`
+    inject: bool = False
+    maximize: bool = False
+    scale_policy: str = "held"
+    first_row: int = 0  # this shard's first row in the whole parameter
+    tensor_scale: Tensor | None = None  # the scale of a weight that has only one, once it is known
+    storages: list[Storage] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.storages = [s for s in (self.weight, self.first, self.second) if s is not None]
+
+    @property
+    def indivisible(self) -> bool:
+        """Whether one bad gradient must keep the whole parameter from moving."""
+        factored = self.second is not None and self.second.format.kind == "factored"
+        one_scale = self.weight.format.scaled and self.weight.format.granularity == "tensor"
+        return factored or one_scale or self.rule.name == "adafactor"
+
+    @property
+    def chunks_per_tile(self) -> int:
+        """Chunks of a row that stand or fall together: the longest block of any storage."""
+        blocks = [s.layout.block(s.format) for s in self.storages if s.format.scaled]
+        return max(1, *(-(-b // CHUNK) for b in blocks)) if blocks else 1
+
+
+def step(task: Task) -> int:
+    """Performs one parameter's step in place; returns how many gradient elements were not finite."""
+    rows, cols = task.weight.layout.rows, task.weight.layout.cols
+    if rows * cols == 0:
+        return 0
+    grad = task.grad.detach().reshape(rows, cols)
+    bad = _bad_elements(grad)
+    count = int(bad.sum())
+    if task.indivisible:
+        if count:
+            return count
+        task = _with_parameter_statistics(task, grad)
+    for start, stop in _slabs(rows, cols):
+        _step_slab(task, grad[start:stop], bad[start:stop] if count else None, start, stop)
+    return count
+
+
+def _slabs(rows: int, cols: int) -> Iterator[tuple[int, int]]:
+    height = max(1, SLAB // cols)
+    return ((start, min(rows, start + height)) for start in range(0, rows, height))
+
+
+def _bad_elements(grad: Tensor) -> Tensor:
+    wide = grad.to(torch.float32)
+    return ~(wide * wide).isfinite()
+
+
+def _gradient(task: Task, grad: Tensor, w: Tensor) -> Tensor:
+    g = grad.to(torch.float32)
+    g = -g if task.maximize else g
+    return g + w * task.scalars.l2 if task.scalars.l2 else g
+
+
+def _decode_first(task: Task, start: int, stop: int) -> Tensor | None:
+    first = task.first
+    if first is None or first.format.kind == "none":
+        return None
+    return codec.decode(first.slab(start, stop), first.layout.cols, first.format)
+
+
+def _second_moment(task: Task, start: int, stop: int) -> Any:
+    """The rule's view of its second moment: this step's innovation to the updated average."""
+    second, c = task.second, task.scalars
+    if second is None:
+        return None
+    if second.format.kind == "factored":
+        return lambda innovation: factored_estimate(second, start, stop)
+    old = codec.decode(second.slab(start, stop), second.layout.cols, second.format)
+    return lambda innovation: old * c.keep2 + innovation * c.rate2
+
+
+def _target(task: Task, grad: Tensor, start: int, stop: int) -> tuple[Tensor, Update]:
+    """Where the weights of some rows should go, and the rule's update that says so."""
+    c, weight = task.scalars, task.weight
+    w = codec.decode(weight.slab(start, stop), weight.layout.cols, weight.format)
+    g = _gradient(task, grad, w)
+    update = task.rule.update(g, _decode_first(task, start, stop), _second_moment(task, start, stop), c)
+    moved = update.direction if update.denominator is None else update.direction / update.denominator
+    return w * c.decay - moved * c.step_size, update
+
+
+def _step_slab(task: Task, grad: Tensor, bad: Tensor | None, start: int, stop: int) -> None:
+    weight, c = task.weight, task.scalars
+    cols = weight.layout.cols
+    if bad is not None:
+        grad = torch.where(bad, 0.0, grad)
+    target, update = _target(task, grad, start, stop)
+
+    def random_bits(purpose: str) -> Tensor | None:
+        if task.rounding[purpose] == "nearest":
+            return None
+        return dither(task.keys[purpose], stop - start, cols, task.first_row + start, target.device)
+
+    scale = task.tensor_scale
+    if scale is None:
+        held = weight.slab(start, stop).get("scale")
+        scale = scaling.next_scale(weight.format, task.scale_policy, target, held)
+    # A master copy loses nothing, so its visible code is simply the nearest.
+    u = None if weight.format.master else random_bits("weight")
+    new_weight = codec.encode(target, weight.format, u, scale=scale)
+
+    first = update.first
+    if task.inject and first is not None:
+        error = target - codec.decode(new_weight, cols, weight.format)
+        unit = c.inject if update.denominator is None else update.denominator * c.inject
+        first = first + error * unit
+
+    writes = [(weight, new_weight)]
+    for storage, value, purpose in (
+        (task.first, first, "exp_avg"),
+        (task.second, update.second, "exp_avg_sq"),
+    ):
+        if storage is not None and value is not None and storage.format.kind not in ("none", "factored"):
+            log_dither = task.rounding[purpose] == "stochastic-log"
+            new = codec.encode(value, storage.format, random_bits(purpose), log_dither=log_dither)
+            writes.append((storage, new))
+    for storage, new in writes:
+        if bad is not None:
+            new = _keep_bad_tiles(storage, new, bad, task.chunks_per_tile, start, stop)
+        storage.write(start, stop, new)
+
+
+def _keep_bad_tiles(
+    storage: Storage, new: codec.Parts, bad: Tensor, chunks_per_tile: int, start: int, stop: int
+) -> codec.Parts:
+    """The new parts, with every tile that has a bad gradient replaced by what is stored now."""
+    rows, cols = bad.shape
+    tile = chunks_per_tile * CHUNK
+    padded = torch.nn.functional.pad(bad, (0, -cols % tile))
+    chunks = padded.view(rows, -1, tile).any(-1).repeat_interleave(chunks_per_tile, dim=1)
+    old = storage.slab(start, stop)
+    kept = {}
+    for name, value in new.items():
+        if name in ("codes", "hidden"):
+            bits = storage.format.bits if name == "codes" else storage.format.fine_bits
+            mask = chunks.repeat_interleave(chunk_bytes(CHUNK, bits), dim=1)
+        elif name in ("values", "master"):
+            mask = chunks.repeat_interleave(CHUNK, dim=1)
+        else:  # metadata of blocks, which are whole tiles or parts of a chunk
+            block = storage.layout.block(storage.format)
+            mask = chunks.repeat_interleave(max(1, CHUNK // block), dim=1)[:, :: max(1, -(-block // CHUNK))]
+        kept[name] = torch.where(mask[:, : value.shape[1]], old[name], value)
+    return kept
+
+
+# --- what needs the whole parameter before any of it moves ---------------------------------------------
+
+
+def _with_parameter_statistics(task: Task, grad: Tensor) -> Task:
+    """Updates a factored second moment, fixes the scale of a whole tensor, and Adafactor's step size."""
+    rows, cols = grad.shape
+    if task.second is not None and task.second.format.kind == "factored":
+        _update_factored(task, grad)
+    if task.rule.name == "adafactor":
+        task = replace(task, scalars=_adafactor_scalars(task, grad))
+    if task.weight.format.scaled and task.weight.format.granularity == "tensor":
+        peaks = [_target(task, grad[a:b], a, b)[0].abs().amax() for a, b in _slabs(rows, cols)]
+        absmax = torch.stack(peaks).amax().view(1, 1)
+        held = task.weight.tensors["scale"]
+        scale = scaling.scale_from_absmax(task.weight.format, task.scale_policy, absmax, held)
+        task = replace(task, tensor_scale=scale)
+    return task
+
+
+def _update_factored(task: Task, grad: Tensor) -> None:
+    second, c = task.second, task.scalars
+    assert second is not None
+    layout = second.layout
+    # One matrix at a time: the fp64 copy of a stack of experts would be larger than all that is stored.
+    for i in range(layout.matrices):
+        span = slice(i * layout.matrix_rows, (i + 1) * layout.matrix_rows)
+        w = codec.decode(task.weight.slab(span.start, span.stop), layout.cols, task.weight.format)
+        g = _gradient(task, grad[span], w).to(torch.float64)
+        row, col = matrix_means((g * g).unsqueeze(0))
+        old_row = second.tensors["row"].view(-1)[span]
+        old_row.copy_(old_row * c.keep2 + row.view(-1) * c.rate2)
+        old_col = second.tensors["col"][i]
+        old_col.copy_(old_col * c.keep2 + col.view(-1) * c.rate2)
+
+
+def _rms(x: Tensor) -> float:
+    squares = x.to(torch.float64).reshape(-1).square()
+    return math.sqrt(float(exact_sum(squares, 0, squares.amax(), squares.numel())) / squares.numel())
+
+
+def _adafactor_scalars(task: Task, grad: Tensor) -> Scalars:
+    rows = grad.shape[0]
+    w = codec.decode(task.weight.slab(0, rows), task.weight.layout.cols, task.weight.format)
+    g = _gradient(task, grad, w)
+    raw = task.scalars._replace(clip=1.0)
+    update = task.rule.update(g, None, _second_moment(task, 0, rows), raw)
+    assert update.denominator is not None
+    return finish_adafactor(raw, task.group, _rms(w), _rms(update.direction / update.denominator))
