@@ -271,6 +271,14 @@ def test_first_moment_stochastic_against_simulation():
     assert measured == pytest.approx(p, rel=0.03)  # rounding noise spreads m a little more than the formula's
 
 
+def test_first_moment_after_a_zero_start_against_simulation():
+    stalled = simulate(round_floating(3), 0.9, 12, 40_000, snr=1.0)[1]
+    for j in (2, 5, 11):
+        p = stall_probability(E4M3, 0.9, step=j, moment="first", snr=1.0)
+        # 4% for the rounding of m itself (as in the steady state above), 0.007 for four standard errors
+        assert stalled[j] == pytest.approx(p, rel=0.04, abs=0.007)
+
+
 @pytest.mark.parametrize("phi", [0.1, 0.4])
 def test_stall_probability_after_a_zero_start_against_simulation(phi):
     step = round(math.log(1 - phi) / math.log(0.999))

@@ -14,7 +14,8 @@ Contract:
       ``top`` = the upper 16 bits of its maximum, rounded up, and ``step`` in units of 2^13 (1/1024 octave);
       code k stands for the float with bits ``i(top) - k * step``. The lowest level is ``low``, a low quantile
       found cheaply: of the minima of the block's eight interleaved lanes the largest (2 bits), a middle one
-      (3, 4 bits) or the smallest (8 bits). Below it everything is raised to it. If the block holds exact zeros the last code means zero (the upper bit of
+      (3, 4 bits) or the smallest (8 bits). Below it everything is raised to it. If the block holds exact zeros
+      the last code means zero (the upper bit of
       ``step`` says so). "stochastic-log" dithers the code uniformly (SOLO's), "stochastic" is unbiased
       in value, "nearest" is nearest in log.
     * A block of zeros decodes to zeros. Finite numbers decode to finite numbers. An unsigned format never

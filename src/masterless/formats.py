@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, cast
 
 Kind = Literal["float32", "bfloat16", "linear", "codebook", "log", "factored", "none"]
 Granularity = int | Literal["row", "tensor"]
@@ -124,9 +125,7 @@ def _dynamic_levels(bits: int, signed: bool) -> list[float]:
     for e in range(decades):
         edges = 2**e if signed else 2 ** (e + 1)  # the freed sign bit doubles the fractions of every decade
         bounds = [0.1 + 0.9 * i / edges for i in range(edges + 1)]
-        positive += [
-            (a + b) / 2 * 10.0 ** (e - decades + 1) for a, b in zip(bounds, bounds[1:], strict=False)
-        ]
+        positive += [(a + b) / 2 * 10.0 ** (e - decades + 1) for a, b in pairwise(bounds)]
     negative = [-p for p in positive] if signed else []
     return sorted([*negative, 0.0, *positive, 1.0])
 
@@ -143,9 +142,7 @@ def _minifloat_levels(exponent_bits: int, mantissa_bits: int, top_is_nan: bool) 
 
 
 @cache
-def _table(
-    family: str, kind: Kind, bits: int, signed: bool, hidden: int
-) -> tuple[tuple[float, ...], tuple[int, ...]]:
+def _table(family: str, kind: Kind, bits: int, signed: bool, hidden: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
     if kind == "linear":
         if signed:
             # Offset binary. With hidden bits the visible code is the upper part of the fine code, so the
@@ -211,16 +208,14 @@ def _parse(name: str) -> Format:
         raise FormatError(f"unknown format {name!r}; known formats: {', '.join(names())}")
     fmt = _FAMILIES[family]
     if options and not fmt.scaled:
-        raise FormatError(
-            f"format {name!r}: {family} has no scale, so it takes no granularity; use {family!r}"
-        )
+        raise FormatError(f"format {name!r}: {family} has no scale, so it takes no granularity; use {family!r}")
     for option in options:
         if option in SCALE_BITS:
             if fmt.kind == "log":
                 raise FormatError(f"format {name!r}: the log code has its own metadata; drop {option!r}")
-            fmt = replace(fmt, scale=option)
+            fmt = replace(fmt, scale=cast(ScaleKind, option))
         elif option in ("row", "tensor"):
-            fmt = replace(fmt, granularity=option)
+            fmt = replace(fmt, granularity=cast(Granularity, option))
         elif option.isdigit() and int(option) in (32, 64, 128, 256, 512, 1024):
             fmt = replace(fmt, granularity=int(option))
         else:
@@ -274,9 +269,7 @@ def as_second_moment(format: str | Format) -> Format:
     if fmt.family in ("fp8", "fp4"):
         fmt = replace(_FAMILIES[f"u{fmt.family}"], granularity=fmt.granularity, scale=fmt.scale)
     if fmt.kind == "none":
-        raise FormatError(
-            "format 'none': this rule divides by its second moment, it cannot do without; use 'factored'"
-        )
+        raise FormatError("format 'none': this rule divides by its second moment, it cannot do without; use 'factored'")
     if fmt.signed and fmt.scaled:
         raise FormatError(
             f"format {str(fmt)!r} spends a level in two on negative values, which a second moment has not, and "
@@ -287,9 +280,7 @@ def as_second_moment(format: str | Format) -> Format:
 
 def _as_state(fmt: Format) -> Format:
     if fmt.hidden:
-        raise FormatError(
-            f"format {str(fmt)!r}: hidden bits are for weights; use 'int{fmt.code_bits}' or 'int8'"
-        )
+        raise FormatError(f"format {str(fmt)!r}: hidden bits are for weights; use 'int{fmt.code_bits}' or 'int8'")
     if fmt.granularity == "tensor" and fmt.scaled:
         raise FormatError(
             f"format {str(fmt)!r}: one scale for a whole tensor would make the codes depend on how the tensor "

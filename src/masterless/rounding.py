@@ -79,10 +79,8 @@ def _chunk_words(key: int, chunks: Tensor) -> tuple[Tensor, Tensor]:
     return z & _MASK32, _shift(z, 32)
 
 
-def dither(
-    key: int, rows: int, cols: int, first_row: int = 0, device: torch.device | str | None = None
-) -> Tensor:
-    """Random integers below 2^16 for rows ``first_row ... first_row + rows - 1`` of a tensor: int32 ``[rows, cols]``."""
+def dither(key: int, rows: int, cols: int, first_row: int = 0, device: torch.device | str | None = None) -> Tensor:
+    """Random integers below 2^16 for `rows` rows of a tensor from `first_row` on: int32 ``[rows, cols]``."""
     chunks_per_row = -(-cols // CHUNK)
     first = first_row * chunks_per_row
     chunks = torch.arange(first, first + rows * chunks_per_row, device=device).view(rows, chunks_per_row, 1)

@@ -127,9 +127,7 @@ class Storage:
     def encode_(self, x: Tensor, u: Tensor | None = None, *, log_dither: bool = False) -> Storage:
         """Stores the values of `x`, with new scales; rounds to nearest, or stochastically with dither `u`."""
         if tuple(x.shape) != self.shape:
-            raise ValueError(
-                f"cannot store a tensor of shape {tuple(x.shape)} in storage of shape {self.shape}"
-            )
+            raise ValueError(f"cannot store a tensor of shape {tuple(x.shape)} in storage of shape {self.shape}")
         if x.numel() == 0 or self.format.kind == "none":
             return self
         values = x.detach().to(torch.float32).reshape(self.layout.rows, self.layout.cols)

@@ -1,12 +1,344 @@
-"""A parameter stored quantized."""
+"""A parameter stored quantized: codes and scales, with a dense tensor only while a layer computes.
+
+Contract:
+    * `QuantizedTensor` is a tensor subclass over a `Storage`. Its shape and dtype are those of the dense tensor
+      it stands for; its dtype is what a forward pass computes in and what `.grad` has.
+    * Matrix products, convolutions, embeddings and einsum decode the weight for the call. Autograd would keep that
+      dense copy for the backward pass: it keeps the quantized tensor instead and decodes it again.
+    * The forward pass sees the visible code only; hidden bits and master copies are the optimizer's.
+    * Any other operation sees a dense copy. Nothing changes a quantized tensor in place but `copy_`, `zero_` and
+      the optimizers of this library: other in-place operations are refused, because rounding their result would
+      silently lose it.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable
+from typing import Any
 
-from masterless.storage import Storage
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from masterless import formats, ops
+from masterless.formats import Format, FormatError
+from masterless.storage import Storage, tensor_specs
+
+aten = torch.ops.aten
+
+# Per-row scales suit 8 bits; a coarse grid wants smaller groups. `fp8` and `int8` name the row-wise weight here.
+_ROW_BY_DEFAULT = ("fp8", "int8", "fp8+32", "int8+32")
+
+
+def as_weight(format: str | Format) -> Format:
+    """The format in which a weight is stored under this name, or an error that says why it cannot be."""
+    fmt = formats.parse(format)
+    if not fmt.signed:
+        raise FormatError(f"format {str(fmt)!r} cannot hold negative values and a weight has them; use 'int8' or 'int4'")
+    if not fmt.scaled:
+        raise FormatError(
+            f"format {str(fmt)!r} is not a quantized weight: convert the module with .float() or .bfloat16(), or choose "
+            f"'fp8', 'int8', 'int4', 'int4+4', ..."
+        )
+    if isinstance(format, str) and ":" not in format and fmt.family in _ROW_BY_DEFAULT:
+        fmt = formats.parse(f"{fmt.family}:row")
+    return fmt
+
+
+class QuantizedTensor(Tensor):
+    """A tensor stored as codes and scales.
+
+    Made by `QuantizedTensor.from_dense` or, for the parameters of a model, by `masterless.quantize_`.
+
+    >>> q = QuantizedTensor.from_dense(torch.randn(4, 256), "int4")
+    >>> q.shape, q.format.bits_per_element
+    (torch.Size([4, 256]), 4.125)
+    """
+
+    storage: Storage
+
+    @staticmethod
+    def __new__(cls, storage: Storage, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> QuantizedTensor:
+        """Wraps a storage."""
+        device = next(iter(storage.tensors.values())).device
+        tensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, storage.shape, dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        tensor.storage = storage
+        return tensor
+
+    @classmethod
+    def from_dense(cls, dense: Tensor, format: str | Format) -> QuantizedTensor:
+        """Quantizes a dense tensor, rounding to nearest."""
+        fmt = as_weight(format)
+        if not dense.dtype.is_floating_point:
+            raise ValueError(f"cannot quantize a tensor of dtype {dense.dtype}: weights are floating-point")
+        if dense.device.type == "meta":
+            return cls(_empty(fmt, dense.shape, dense.device), dense.dtype)
+        finite = bool(torch.isfinite(dense).all())
+        if not finite:
+            raise ValueError(f"cannot quantize a tensor of shape {tuple(dense.shape)} that holds NaN or infinity")
+        return cls(Storage.zeros(fmt, dense.shape, dense.device).encode_(dense), dense.dtype)
+
+    @property
+    def format(self) -> Format:
+        """How the numbers are stored."""
+        return self.storage.format
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of codes, hidden bits and scales."""
+        return self.storage.nbytes
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """A dense copy of what the forward pass sees, differentiable."""
+        return _Dequantize.apply(self, dtype or self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"{type(self).__name__}({str(self.format)!r}, shape={tuple(self.shape)}, dtype={self.dtype}{grad})"
+
+    # --- torch protocols ----------------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return [f"_{name}" for name in self.storage.tensors], (str(self.format), tuple(self.shape), self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
+        """Rebuilds from inner tensors."""
+        format, shape, dtype = meta
+        tensors = {name.removeprefix("_"): tensor for name, tensor in inner.items()}
+        return QuantizedTensor(Storage(formats.parse(format), shape, tensors), dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        # The inner tensors by the names that `__tensor_flatten__` gives; only reached when nothing else matches.
+        storage = self.__dict__.get("storage")
+        if storage is not None and name.startswith("_") and name[1:] in storage.tensors:
+            return storage.tensors[name[1:]]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        meta = (str(self.format), tuple(self.shape), self.dtype, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        return _rebuild, (dict(self.storage.tensors), *meta)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        copy: Any = _map_storage(self, torch.clone)
+        if isinstance(self, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, self.requires_grad)
+        else:
+            copy.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            copy.grad = self.grad.clone()
+        memo[id(self)] = copy
+        return copy
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DECODING and not torch.compiler.is_compiling():
+            return _call_decoded(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # the stock version would make dense results quantized again
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _HANDLERS:
+            return _HANDLERS[func](func, *args, **kwargs)
+        _refuse_in_place(func, args)
+        dense_args, dense_kwargs = tree_map_only(QuantizedTensor, _decode_visible, (args, kwargs))
+        return func(*dense_args, **dense_kwargs)
+
+
+torch.serialization.add_safe_globals([QuantizedTensor])
+
+
+def _rebuild(
+    tensors: dict[str, Tensor], format: str, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, parameter: bool
+) -> Tensor:
+    quantized = QuantizedTensor(Storage(formats.parse(format), tuple(shape), tensors), dtype)
+    if parameter:
+        return torch.nn.Parameter(quantized, requires_grad)
+    return quantized.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild])
 
 
 def weight_storage(p: Tensor) -> Storage | None:
     """The storage of a quantized parameter; None for an ordinary one."""
-    return getattr(p, "_masterless_storage", None)
+    return p.storage if isinstance(p, QuantizedTensor) else None
+
+
+# --- decoding for a computation ---------------------------------------------------------------------------
+
+
+def _decode_visible(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
+    return ops.dequantize(q.storage, dtype or q.dtype)
+
+
+class _Dequantize(torch.autograd.Function):
+    """Decodes for the forward pass; the gradient of the dense tensor is the gradient of the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        ctx.dtype = q.dtype
+        return _decode_visible(q, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad.to(ctx.dtype), None
+
+
+class _Recipe:
+    """What autograd keeps in place of a dense weight: how to decode it again, as the same view."""
+
+    def __init__(self, q: QuantizedTensor, dense: Tensor, saved: Tensor) -> None:
+        self.q, self.dtype = q, dense.dtype
+        self.view = (saved.size(), saved.stride(), saved.storage_offset())
+        self.version = _version(q)
+
+    def decode(self) -> Tensor:
+        if _version(self.q) != self.version:
+            raise RuntimeError(
+                f"a quantized parameter of shape {tuple(self.q.shape)} was changed between the forward and the backward "
+                f"pass that needs it; step the optimizer after backward()"
+            )
+        return _decode_visible(self.q, self.dtype).as_strided(*self.view)
+
+
+def _version(q: QuantizedTensor) -> int:
+    return q.storage.tensors["codes"]._version
+
+
+def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls `func` with dense weights that autograd does not keep."""
+    dense_of: dict[int, tuple[QuantizedTensor, Tensor]] = {}
+    decoded: dict[int, Tensor] = {}
+
+    def decode(q: QuantizedTensor) -> Tensor:
+        if id(q) not in decoded:
+            device = q.device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+            decoded[id(q)] = _Dequantize.apply(q.detach() if not torch.is_grad_enabled() else q, dtype)
+            dense_of[decoded[id(q)].untyped_storage().data_ptr()] = (q, decoded[id(q)])
+        return decoded[id(q)]
+
+    def pack(saved: Tensor) -> Any:
+        found = dense_of.get(saved.untyped_storage().data_ptr()) if type(saved) is Tensor else None
+        return saved if found is None or saved.numel() == 0 else _Recipe(*found, saved)
+
+    def unpack(packed: Any) -> Tensor:
+        return packed.decode() if isinstance(packed, _Recipe) else packed
+
+    with torch._C.DisableTorchFunctionSubclass():
+        dense_args, dense_kwargs = tree_map_only(QuantizedTensor, decode, (args, kwargs))
+        if not torch.is_grad_enabled():
+            return func(*dense_args, **dense_kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return func(*dense_args, **dense_kwargs)
+
+
+_DECODING: set[Any] = {
+    F.linear,
+    F.bilinear,
+    F.embedding,
+    F.embedding_bag,
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+    F.conv_transpose1d,
+    F.conv_transpose2d,
+    F.conv_transpose3d,
+    torch.einsum,
+    torch.addmm,
+    torch.baddbmm,
+    torch.tensordot,
+    *(getattr(owner, name) for owner in (torch, Tensor) for name in ("matmul", "mm", "bmm", "mv")),
+    Tensor.__matmul__,
+    Tensor.__rmatmul__,
+}
+
+
+# --- operations that keep a tensor quantized --------------------------------------------------------------
+
+
+def _map_storage(q: QuantizedTensor, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
+    tensors = {name: function(tensor) for name, tensor in q.storage.tensors.items()}
+    return QuantizedTensor(Storage(q.format, q.storage.shape, tensors), dtype or q.dtype)
+
+
+def _empty(format: Format, shape: Any, device: torch.device) -> Storage:
+    specs = tensor_specs(format, shape)
+    return Storage(
+        format,
+        tuple(shape),
+        {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in specs.items()},
+    )
+
+
+def _same(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
+    return _map_storage(q, lambda t: t)
+
+
+def _clone(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
+    return _map_storage(q, torch.clone)
+
+
+def _to_copy(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"a quantized parameter cannot be converted to {dtype}; decode it first with .dequantize()")
+    return _map_storage(q, lambda t: t.to(device=device, copy=True), dtype)
+
+
+def _empty_like(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
+    return QuantizedTensor(_empty(q.format, q.shape, kwargs.get("device") or q.device), kwargs.get("dtype") or q.dtype)
+
+
+def _copy_(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if not isinstance(target, QuantizedTensor):
+        return func(target, _decode_visible(source), *args, **kwargs)  # type: ignore[arg-type]
+    if target.shape != source.shape:
+        raise ValueError(f"cannot copy a tensor of shape {tuple(source.shape)} to one of shape {tuple(target.shape)}")
+    if isinstance(source, QuantizedTensor) and source.format == target.format:
+        for name, tensor in target.storage.tensors.items():
+            tensor.copy_(source.storage.tensors[name])
+    else:
+        dense = source.storage.decode() if isinstance(source, QuantizedTensor) else source
+        target.storage.encode_(dense.to(target.device))
+    return target
+
+
+def _zero_(func: Any, q: QuantizedTensor) -> QuantizedTensor:
+    fresh = Storage.zeros(q.format, q.shape, q.device)
+    for name, tensor in q.storage.tensors.items():
+        tensor.copy_(fresh.tensors[name])
+    return q
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten.empty_like.default: _empty_like,
+    aten.copy_.default: _copy_,
+    aten.zero_.default: _zero_,
+}
+
+
+def _refuse_in_place(func: Any, args: Any) -> None:
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = value if isinstance(value, (list, tuple)) else [value]
+            for tensor in written:
+                if isinstance(tensor, QuantizedTensor):
+                    raise RuntimeError(
+                        f"{func} would change a parameter stored as '{tensor.format}' in place, and rounding would silently "
+                        f"lose most of it. Update it with an optimizer of masterless, overwrite it with copy_(), or "
+                        f"decode the model with masterless.dequantize_(model)"
+                    )

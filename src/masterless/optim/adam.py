@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Adam(LowBitOptimizer):
     >>> opt = Adam(model.parameters(), lr=1e-3, exp_avg="int4", exp_avg_sq="log2")
     """
 
-    torch_twin = torch.optim.Adam
+    torch_twin: ClassVar[Any] = torch.optim.Adam
     first_name = "exp_avg"
     second_name = "exp_avg_sq"
     _decoupled = False
@@ -175,9 +175,7 @@ class AdaBelief(LowBitOptimizer):
         """Betas in (0, 1) and [0, 1), eps not negative, and a second moment that is updated element by element."""
         check_betas(group)
         require(group["eps"] >= 0.0, "eps", group["eps"], "must not be negative")
-        require(
-            group["betas"][0] > 0.0, "betas", group["betas"], "without beta1 the deviation from m is zero"
-        )
+        require(group["betas"][0] > 0.0, "betas", group["betas"], "without beta1 the deviation from m is zero")
         require(
             group["exp_avg_var"] != "factored",
             "exp_avg_var",

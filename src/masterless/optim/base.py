@@ -62,9 +62,7 @@ class LowBitOptimizer(Optimizer):
             not finite and were skipped.
     """
 
-    torch_twin: ClassVar[type[Optimizer] | None] = (
-        None  # the torch.optim class whose checkpoints are ours too
-    )
+    torch_twin: ClassVar[Any] = None  # the torch.optim class whose checkpoints are ours too
     first_name: ClassVar[str | None] = None
     second_name: ClassVar[str | None] = None
 
@@ -136,9 +134,7 @@ class LowBitOptimizer(Optimizer):
         )
         policy = group["scale_policy"]
         require(policy in POLICIES, "scale_policy", policy, f"choose one of {', '.join(POLICIES)}")
-        require(
-            group["quantize"] in ("matrices", "all"), "quantize", group["quantize"], "'matrices' or 'all'"
-        )
+        require(group["quantize"] in ("matrices", "all"), "quantize", group["quantize"], "'matrices' or 'all'")
         require(group["nonfinite"] in ("raise", "skip"), "nonfinite", group["nonfinite"], "'raise' or 'skip'")
         seed = group["seed"]
         require(isinstance(seed, int) and 0 <= seed < 2**63, "seed", seed, "a non-negative 63-bit integer")
@@ -176,13 +172,16 @@ class LowBitOptimizer(Optimizer):
             wanted[self.first_name] = parse(group[self.first_name])
         if self.second_name:
             wanted[self.second_name] = parse(group[self.second_name])
-        if group["quantize"] == "all" and not (
-            len(p.shape) < 2 and group.get(self.second_name) == "factored"
-        ):
-            return wanted
         if is_matrix_like(p.shape):
             return wanted
-        return {name: fmt if fmt.kind == "none" else parse("fp32") for name, fmt in wanted.items()}
+        every = group["quantize"] == "all"
+
+        def fallback(fmt: Format) -> Format:
+            # A vector has no rows and columns to factor.
+            keep = fmt.kind == "none" or (every and not (fmt.kind == "factored" and p.dim() < 2))
+            return fmt if keep else parse("fp32")
+
+        return {name: fallback(fmt) for name, fmt in wanted.items()}
 
     def state_storage(self, p: Tensor, group: dict[str, Any]) -> dict[str, Storage]:
         """A parameter's states as storages over the tensors in ``self.state[p]``; allocates them if need be."""

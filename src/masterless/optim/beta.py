@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from itertools import pairwise
 
 from masterless.formats import Format
 
@@ -14,7 +15,7 @@ def half_gap(bits: int) -> float:
     To three decimals, half down, as SOLO's table has it (0.0675 is its .067): the betas follow that table.
     """
     levels = Format(f"dynamic{bits}", "codebook", bits).levels
-    median = statistics.median((b - a) / 2 for a, b in zip(levels, levels[1:], strict=False))
+    median = statistics.median((b - a) / 2 for a, b in pairwise(levels))
     return math.ceil(median * 1000 - 0.5) / 1000
 
 

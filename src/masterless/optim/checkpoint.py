@@ -76,13 +76,8 @@ def finish_load(optimizer: LowBitOptimizer) -> None:
             optimizer.state[p] = _adopt(optimizer, group, p, name, sealed)
 
 
-def _adopt(
-    optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str, sealed: _Sealed
-) -> dict[str, Any]:
-    saved = {
-        key: value.detach().clone() if isinstance(value, Tensor) else value
-        for key, value in sealed.state.items()
-    }
+def _adopt(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str, sealed: _Sealed) -> dict[str, Any]:
+    saved = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in sealed.state.items()}
     wanted = optimizer.state_formats(p, group)
     step = saved.get("step", torch.tensor(0.0))
     state: dict[str, Any] = {"step": torch.as_tensor(step, dtype=torch.float32).cpu().clone()}
@@ -117,12 +112,8 @@ def _saved_storage(
         if plain.shape != p.shape:
             raise ValueError(f"{moment} has shape {tuple(plain.shape)}, its parameter {tuple(p.shape)}")
         fmt = parse("bf16") if plain.dtype == torch.bfloat16 else parse("fp32")
-        return Storage(
-            fmt, tuple(p.shape), {"values": plain.to(torch.bfloat16 if fmt.bits == 16 else torch.float32)}
-        )
-    named = {
-        key.removeprefix(f"{moment}."): value for key, value in saved.items() if key.startswith(f"{moment}.")
-    }
+        return Storage(fmt, tuple(p.shape), {"values": plain.to(torch.bfloat16 if fmt.bits == 16 else torch.float32)})
+    named = {key.removeprefix(f"{moment}."): value for key, value in saved.items() if key.startswith(f"{moment}.")}
     named.pop("reset_step", None)
     if not named:
         return None
@@ -131,8 +122,8 @@ def _saved_storage(
     found = {part: (tuple(t.shape), t.dtype) for part, t in named.items()}
     if found != specs:
         raise ValueError(
-            f"{moment} was saved as {found}, but format '{fmt}' of a parameter of shape {tuple(p.shape)} stores {specs}; "
-            f"the checkpoint belongs to another model or is damaged"
+            f"{moment} was saved as {found}, but format '{fmt}' of a parameter of shape {tuple(p.shape)} stores "
+            f"{specs}; the checkpoint belongs to another model or is damaged"
         )
     return Storage(fmt, tuple(p.shape), named)
 
@@ -165,7 +156,7 @@ def _decoded(
 
 def export_to_torch(optimizer: LowBitOptimizer) -> dict[str, Any]:
     """A state dict that the optimizer's torch.optim twin loads."""
-    twin = optimizer.torch_twin
+    twin: Any = optimizer.torch_twin
     if twin is None:
         raise ValueError(f"torch.optim has no counterpart of {type(optimizer).__name__} to export to")
     template = twin([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
@@ -194,8 +185,6 @@ def _exported(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor) -> d
         values = torch.zeros(p.shape) if storage.format.kind == "none" else storage.decode().clone()
         if moment == optimizer.first_name and _units(group) == "update" and storage.format.kind != "none":
             assert optimizer.second_name is not None
-            values = values * _denominator(
-                optimizer, storages[optimizer.second_name].decode(), group, int(step)
-            )
+            values = values * _denominator(optimizer, storages[optimizer.second_name].decode(), group, int(step))
         out[moment] = values
     return out

@@ -74,9 +74,7 @@ class Corpus:
     def encode(self, text: str) -> Tensor:
         """Return the int64 tokens of ``text``."""
         if not self.is_bytes:
-            raise CorpusError(
-                repr(text[:40]), "the tokenizer of this corpus is unknown", "encode it yourself"
-            )
+            raise CorpusError(repr(text[:40]), "the tokenizer of this corpus is unknown", "encode it yourself")
         return torch.tensor(list(text.encode()), dtype=torch.long)
 
     def decode(self, tokens: Tensor | Sequence[int]) -> str:
@@ -107,9 +105,7 @@ def stdlib_corpus() -> Corpus:
         if content:
             documents.append(_text_document(path.relative_to(root).as_posix(), content, path))
     if not documents:
-        raise CorpusError(
-            root, "no source files of the standard library", "pass your own text to text_corpus()"
-        )
+        raise CorpusError(root, "no source files of the standard library", "pass your own text to text_corpus()")
     label = f"source of the Python {sysconfig.get_python_version()} standard library"
     return _split(documents, label, is_bytes=True)
 

@@ -58,13 +58,9 @@ class TrainSettings:
         if not 0 <= self.warmup <= self.steps:
             raise ValueError(f"warmup={self.warmup}: must lie between 0 and steps={self.steps}")
         if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(
-                f"min_lr_ratio={self.min_lr_ratio}: a share of the peak; must lie between 0 and 1"
-            )
+            raise ValueError(f"min_lr_ratio={self.min_lr_ratio}: a share of the peak; must lie between 0 and 1")
         if self.eval_every < 0:
-            raise ValueError(
-                f"eval_every={self.eval_every}: cannot be negative; pass 0 to evaluate only at the end"
-            )
+            raise ValueError(f"eval_every={self.eval_every}: cannot be negative; pass 0 to evaluate only at the end")
         if self.grad_clip is not None and self.grad_clip <= 0:
             raise ValueError(f"grad_clip={self.grad_clip}: must be positive; pass None not to clip")
 
