@@ -136,9 +136,7 @@ def quantize_(
         done[id(p)] = new
         dense = p.numel() * p.itemsize
         stored = new.stored_bytes if isinstance(new, QuantizedTensor) else dense
-        report.decisions.append(
-            Decision(name, tuple(p.shape), str(chosen) if chosen else None, reason, dense, stored)
-        )
+        report.decisions.append(Decision(name, tuple(p.shape), str(chosen) if chosen else None, reason, dense, stored))
     return report
 
 
@@ -163,7 +161,9 @@ def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, T
 
 def _selected(name: str, module: nn.Module, selectors: Sequence[Selector]) -> bool:
     if isinstance(selectors, str) or not isinstance(selectors, Sequence):
-        raise TypeError(f"include and exclude take a list of patterns or module types, not {selectors!r}; write [{selectors!r}]")
+        raise TypeError(
+            f"include and exclude take a list of patterns or module types, not {selectors!r}; write [{selectors!r}]"
+        )
     return any(fnmatchcase(name, s) if isinstance(s, str) else isinstance(module, s) for s in selectors)
 
 

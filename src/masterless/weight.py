@@ -35,11 +35,11 @@ def as_weight(format: str | Format) -> Format:
     """The format in which a weight is stored under this name, or an error that says why it cannot be."""
     fmt = formats.parse(format)
     if not fmt.signed:
-        raise FormatError(f"format {str(fmt)!r} cannot hold negative values and a weight has them; use 'int8' or 'int4'")
+        raise FormatError(f"format {str(fmt)!r} holds no negative values and a weight has them; use 'int8' or 'int4'")
     if not fmt.scaled:
         raise FormatError(
-            f"format {str(fmt)!r} is not a quantized weight: convert the module with .float() or .bfloat16(), or choose "
-            f"'fp8', 'int8', 'int4', 'int4+4', ..."
+            f"format {str(fmt)!r} is not a quantized weight: convert the module with .float() or .bfloat16(), or "
+            f"choose 'fp8', 'int8', 'int4', 'int4+4', ..."
         )
     if isinstance(format, str) and ":" not in format and fmt.family in _ROW_BY_DEFAULT:
         fmt = formats.parse(f"{fmt.family}:row")
@@ -56,16 +56,18 @@ class QuantizedTensor(Tensor):
     (torch.Size([4, 256]), 4.125)
     """
 
-    storage: Storage
+    stored: Storage
 
     @staticmethod
-    def __new__(cls, storage: Storage, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> QuantizedTensor:
+    def __new__(
+        cls, storage: Storage, dtype: torch.dtype = torch.float32, requires_grad: bool = False
+    ) -> QuantizedTensor:
         """Wraps a storage."""
         device = next(iter(storage.tensors.values())).device
         tensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, storage.shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
-        tensor.storage = storage
+        tensor.stored = storage
         return tensor
 
     @classmethod
@@ -84,28 +86,30 @@ class QuantizedTensor(Tensor):
     @property
     def format(self) -> Format:
         """How the numbers are stored."""
-        return self.storage.format
+        return self.stored.format
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of codes, hidden bits and scales."""
-        return self.storage.nbytes
+        return self.stored.nbytes
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """A dense copy of what the forward pass sees, differentiable."""
         return _Dequantize.apply(self, dtype or self.dtype)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{type(self).__name__}({str(self.format)!r}, shape={tuple(self.shape)}, dtype={self.dtype}{grad})"
 
     # --- torch protocols ----------------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return [f"_{name}" for name in self.storage.tensors], (str(self.format), tuple(self.shape), self.dtype)
+        return [f"_{name}" for name in self.stored.tensors], (str(self.format), tuple(self.shape), self.dtype)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: Any, outer_size: Any, outer_stride: Any
+    ) -> QuantizedTensor:
         """Rebuilds from inner tensors."""
         format, shape, dtype = meta
         tensors = {name.removeprefix("_"): tensor for name, tensor in inner.items()}
@@ -113,14 +117,20 @@ class QuantizedTensor(Tensor):
 
     def __getattr__(self, name: str) -> Any:
         # The inner tensors by the names that `__tensor_flatten__` gives; only reached when nothing else matches.
-        storage = self.__dict__.get("storage")
+        storage = self.__dict__.get("stored")
         if storage is not None and name.startswith("_") and name[1:] in storage.tensors:
             return storage.tensors[name[1:]]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        meta = (str(self.format), tuple(self.shape), self.dtype, self.requires_grad, isinstance(self, torch.nn.Parameter))
-        return _rebuild, (dict(self.storage.tensors), *meta)
+        meta = (
+            str(self.format),
+            tuple(self.shape),
+            self.dtype,
+            self.requires_grad,
+            isinstance(self, torch.nn.Parameter),
+        )
+        return _rebuild, (dict(self.stored.tensors), *meta)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:
@@ -144,7 +154,7 @@ class QuantizedTensor(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in _HANDLERS:
             return _HANDLERS[func](func, *args, **kwargs)
@@ -157,7 +167,12 @@ torch.serialization.add_safe_globals([QuantizedTensor])
 
 
 def _rebuild(
-    tensors: dict[str, Tensor], format: str, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, parameter: bool
+    tensors: dict[str, Tensor],
+    format: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    parameter: bool,
 ) -> Tensor:
     quantized = QuantizedTensor(Storage(formats.parse(format), tuple(shape), tensors), dtype)
     if parameter:
@@ -170,14 +185,14 @@ torch.serialization.add_safe_globals([_rebuild])
 
 def weight_storage(p: Tensor) -> Storage | None:
     """The storage of a quantized parameter; None for an ordinary one."""
-    return p.storage if isinstance(p, QuantizedTensor) else None
+    return p.stored if isinstance(p, QuantizedTensor) else None
 
 
 # --- decoding for a computation ---------------------------------------------------------------------------
 
 
 def _decode_visible(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    return ops.dequantize(q.storage, dtype or q.dtype)
+    return ops.dequantize(q.stored, dtype or q.dtype)
 
 
 class _Dequantize(torch.autograd.Function):
@@ -204,14 +219,14 @@ class _Recipe:
     def decode(self) -> Tensor:
         if _version(self.q) != self.version:
             raise RuntimeError(
-                f"a quantized parameter of shape {tuple(self.q.shape)} was changed between the forward and the backward "
-                f"pass that needs it; step the optimizer after backward()"
+                f"a quantized parameter of shape {tuple(self.q.shape)} was changed between the forward and the "
+                f"backward pass that needs it; step the optimizer after backward()"
             )
         return _decode_visible(self.q, self.dtype).as_strided(*self.view)
 
 
 def _version(q: QuantizedTensor) -> int:
-    return q.storage.tensors["codes"]._version
+    return q.stored.tensors["codes"]._version
 
 
 def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -266,9 +281,11 @@ _DECODING: set[Any] = {
 # --- operations that keep a tensor quantized --------------------------------------------------------------
 
 
-def _map_storage(q: QuantizedTensor, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
-    tensors = {name: function(tensor) for name, tensor in q.storage.tensors.items()}
-    return QuantizedTensor(Storage(q.format, q.storage.shape, tensors), dtype or q.dtype)
+def _map_storage(
+    q: QuantizedTensor, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+) -> QuantizedTensor:
+    tensors = {name: function(tensor) for name, tensor in q.stored.tensors.items()}
+    return QuantizedTensor(Storage(q.format, q.stored.shape, tensors), dtype or q.dtype)
 
 
 def _empty(format: Format, shape: Any, device: torch.device) -> Storage:
@@ -305,17 +322,17 @@ def _copy_(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any)
     if target.shape != source.shape:
         raise ValueError(f"cannot copy a tensor of shape {tuple(source.shape)} to one of shape {tuple(target.shape)}")
     if isinstance(source, QuantizedTensor) and source.format == target.format:
-        for name, tensor in target.storage.tensors.items():
-            tensor.copy_(source.storage.tensors[name])
+        for name, tensor in target.stored.tensors.items():
+            tensor.copy_(source.stored.tensors[name])
     else:
-        dense = source.storage.decode() if isinstance(source, QuantizedTensor) else source
-        target.storage.encode_(dense.to(target.device))
+        dense = source.stored.decode() if isinstance(source, QuantizedTensor) else source
+        target.stored.encode_(dense.to(target.device))
     return target
 
 
 def _zero_(func: Any, q: QuantizedTensor) -> QuantizedTensor:
     fresh = Storage.zeros(q.format, q.shape, q.device)
-    for name, tensor in q.storage.tensors.items():
+    for name, tensor in q.stored.tensors.items():
         tensor.copy_(fresh.tensors[name])
     return q
 
@@ -338,7 +355,7 @@ def _refuse_in_place(func: Any, args: Any) -> None:
             for tensor in written:
                 if isinstance(tensor, QuantizedTensor):
                     raise RuntimeError(
-                        f"{func} would change a parameter stored as '{tensor.format}' in place, and rounding would silently "
-                        f"lose most of it. Update it with an optimizer of masterless, overwrite it with copy_(), or "
-                        f"decode the model with masterless.dequantize_(model)"
+                        f"{func} would change a parameter stored as '{tensor.format}' in place, and rounding would "
+                        f"silently lose most of it. Update it with an optimizer of masterless, overwrite it with copy_(), "
+                        f"or decode the model with masterless.dequantize_(model)"
                     )

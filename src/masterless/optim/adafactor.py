@@ -73,9 +73,9 @@ class Adafactor(LowBitOptimizer):
         """Adafactor."""
         return RULES["adafactor"]
 
-    def has_momentum(self, group: dict[str, Any]) -> bool:
-        """Beta1 above zero."""
-        return group["beta1"] > 0.0
+    def momentum(self, group: dict[str, Any]) -> float:
+        """Beta1."""
+        return float(group["beta1"])
 
     def check_hyperparameters(self, group: dict[str, Any]) -> None:
         """Decay exponent not positive, thresholds positive, beta1 in [0, 1)."""

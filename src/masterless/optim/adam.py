@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from masterless.formats import Format
+from masterless.formats import Format, parse
 from masterless.optim.base import LowBitOptimizer, require
 from masterless.optim.options import Options, common, refuse
 from masterless.rules import RULES, Rule
@@ -34,7 +34,8 @@ class Adam(LowBitOptimizer):
         exp_avg: format of the first moment: "int8", "int4", "dynamic4", "fp8", "bf16", "fp32", "none", ...
         exp_avg_sq: format of the second moment: "log8", "log4", "log2", "factored", "fp8", "bf16", "fp32", ...
         moment_units: "gradient", or "update": the first moment averages ``g / (sqrt(vhat) + eps)`` instead of g
-            (LaProp), so that a block's coordinates are of one size, which a coarse code likes.
+            (LaProp), so that a block's coordinates are of one size, which a coarse code likes. "auto" is "update"
+            for first moments of 4 bits and fewer.
         **options: see `masterless.optim.options.Options`.
 
     >>> model = torch.nn.Linear(64, 64)
@@ -57,7 +58,7 @@ class Adam(LowBitOptimizer):
         *,
         exp_avg: str | Format = "int8",
         exp_avg_sq: str | Format = "log8",
-        moment_units: str = "gradient",
+        moment_units: str = "auto",
         **options: Unpack[Options],
     ) -> None:
         refuse(amsgrad=amsgrad)
@@ -80,16 +81,19 @@ class Adam(LowBitOptimizer):
         """Adam, with its momentum in gradient or update units."""
         return RULES["adam" if group["moment_units"] == "gradient" else "adam_update_units"]
 
-    def has_momentum(self, group: dict[str, Any]) -> bool:
-        """Beta1 above zero."""
-        return group["betas"][0] > 0.0
+    def momentum(self, group: dict[str, Any]) -> float:
+        """Beta1."""
+        return float(group["betas"][0])
 
     def check_hyperparameters(self, group: dict[str, Any]) -> None:
         """Betas in [0, 1), eps not negative."""
         check_betas(group)
         require(group["eps"] >= 0.0, "eps", group["eps"], "must not be negative")
         units = group["moment_units"]
-        require(units in ("gradient", "update"), "moment_units", units, "'gradient' or 'update'")
+        require(units in ("auto", "gradient", "update"), "moment_units", units, "'auto', 'gradient' or 'update'")
+        if units == "auto":
+            coarse = parse(group["exp_avg"]).bits <= 4 and parse(group["exp_avg"]).scaled
+            group["moment_units"] = "update" if coarse else "gradient"
 
 
 class AdamW(Adam):
@@ -167,9 +171,9 @@ class AdaBelief(LowBitOptimizer):
         """AdaBelief."""
         return RULES["adabelief"]
 
-    def has_momentum(self, group: dict[str, Any]) -> bool:
-        """Beta1 above zero."""
-        return group["betas"][0] > 0.0
+    def momentum(self, group: dict[str, Any]) -> float:
+        """Beta1."""
+        return float(group["betas"][0])
 
     def check_hyperparameters(self, group: dict[str, Any]) -> None:
         """Betas in (0, 1) and [0, 1), eps not negative, and a second moment that is updated element by element."""

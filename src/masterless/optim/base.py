@@ -10,6 +10,7 @@ Contract:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -42,6 +43,10 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "backend": "auto",
 }
+
+
+class LossyUpdateWarning(UserWarning):
+    """A combination of format, rounding and momentum that is known to lose much of the training."""
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -80,9 +85,13 @@ class LowBitOptimizer(Optimizer):
         """The rule that updates this group."""
         raise NotImplementedError
 
+    def momentum(self, group: dict[str, Any]) -> float:
+        """The decay of the rule's first moment under the group's hyperparameters; 0 means it keeps none."""
+        raise NotImplementedError
+
     def has_momentum(self, group: dict[str, Any]) -> bool:
         """Whether the rule keeps a first moment under the group's hyperparameters."""
-        raise NotImplementedError
+        return self.momentum(group) > 0.0
 
     def check_hyperparameters(self, group: dict[str, Any]) -> None:
         """Raises a ValueError for a hyperparameter that cannot be."""
@@ -148,7 +157,10 @@ class LowBitOptimizer(Optimizer):
                 f"parameter's own format, which must be float32, bfloat16 or quantized; convert it with .float() "
                 f"or .bfloat16()"
             )
-        if storage is None or storage.format.master or not group["error_compensation"]:
+        if storage is None or storage.format.master:
+            return
+        self._warn_of_losses(storage.format, group)
+        if not group["error_compensation"]:
             return
         name, rule = type(self).__name__, self.rule(group)
         if not rule.compensable:
@@ -161,6 +173,26 @@ class LowBitOptimizer(Optimizer):
             raise ValueError(
                 f"{name} without momentum has no buffer to carry the rounding error of a parameter stored as "
                 f"'{storage.format}'; pass error_compensation=False, or set a momentum (beta1) above zero"
+            )
+
+    def _warn_of_losses(self, format: Format, group: dict[str, Any]) -> None:
+        if group["weight_rounding"] != "nearest" or format.fine_bits >= 4:
+            return
+        if not group["error_compensation"]:
+            warnings.warn(
+                f"weights stored as '{format}' with weight_rounding='nearest' and no error compensation lose every "
+                f"update below half a quantum, which is most of them; use weight_rounding='stochastic'",
+                LossyUpdateWarning,
+                stacklevel=5,
+            )
+        elif format.bits <= 4 and self.momentum(group) > 0.7:
+            lag = 1 / (2 * (1 - self.momentum(group)))
+            warnings.warn(
+                f"with weight_rounding='nearest' and a momentum of {self.momentum(group)} the stored weight can lag "
+                f"{lag:.1f} quanta behind, and a quantum of '{format}' is large; use weight_rounding='stochastic', "
+                f"or a momentum of about 0.35",
+                LossyUpdateWarning,
+                stacklevel=5,
             )
 
     # --- state --------------------------------------------------------------------------------------------

@@ -66,9 +66,9 @@ class SGD(LowBitOptimizer):
         """SGD or its Nesterov form."""
         return RULES["sgd_nesterov" if group["nesterov"] else "sgd"]
 
-    def has_momentum(self, group: dict[str, Any]) -> bool:
-        """Momentum above zero."""
-        return group["momentum"] > 0.0
+    def momentum(self, group: dict[str, Any]) -> float:
+        """The momentum."""
+        return float(group["momentum"])
 
     def check_hyperparameters(self, group: dict[str, Any]) -> None:
         """Momentum in [0, 1); Nesterov needs momentum and no dampening."""
@@ -134,9 +134,9 @@ class RMSprop(LowBitOptimizer):
         """RMSprop."""
         return RULES["rmsprop"]
 
-    def has_momentum(self, group: dict[str, Any]) -> bool:
-        """Momentum above zero."""
-        return group["momentum"] > 0.0
+    def momentum(self, group: dict[str, Any]) -> float:
+        """The momentum."""
+        return float(group["momentum"])
 
     def check_hyperparameters(self, group: dict[str, Any]) -> None:
         """Alpha and momentum in [0, 1), eps not negative."""
@@ -179,9 +179,9 @@ class Lion(LowBitOptimizer):
         """Lion."""
         return RULES["lion"]
 
-    def has_momentum(self, group: dict[str, Any]) -> bool:
-        """Beta2 is the decay of the buffer; at zero there is none."""
-        return group["betas"][1] > 0.0
+    def momentum(self, group: dict[str, Any]) -> float:
+        """Beta2, the decay of the buffer."""
+        return float(group["betas"][1])
 
     def check_hyperparameters(self, group: dict[str, Any]) -> None:
         """Betas in [0, 1)."""

@@ -1,0 +1,225 @@
+"""The random bits: what the contract says in Python integers, uniform, pure, and independent.
+
+All keys are fixed, so every statistical bound below either holds for ever or never.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from masterless.rounding import (
+    PURPOSES,
+    ROUNDINGS,
+    check_rounding,
+    dither,
+    parameter_id,
+    stream_key,
+    threshold,
+)
+
+MASK32, MASK64 = 2**32 - 1, 2**64 - 1
+
+
+def splitmix64(z: int) -> int:
+    """Steele, Lea and Flood's generator: one output for one state."""
+    z = (z + 0x9E3779B97F4A7C15) & MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
+    return z ^ (z >> 31)
+
+
+def mix(x: int) -> int:
+    return ((x ^ (x >> 16)) * 0x85EBCA6B) & MASK32
+
+
+def dither_by_the_contract(key: int, row: int, col: int, cols: int) -> int:
+    """One element's bits in Python integers, from the module's docstring."""
+    chunk = row * -(-cols // 128) + col // 128
+    word = splitmix64((key + chunk * 0x9E3779B97F4A7C15) & MASK64)  # the state advances by the golden ratio
+    a, b = word & MASK32, word >> 32
+    return ((mix((a + col % 128 * 0x9E3779B9) & MASK32) + b) & MASK32) >> 16
+
+
+def key_of(seed=0, step=1, name="w", purpose="weight"):
+    return stream_key(seed, step, parameter_id(name), purpose)
+
+
+# --- the bits are those of the contract, and stay those they are ------------------------------------------
+
+
+def test_dither_is_the_contracts_in_python_integers():
+    for key, (rows, cols) in itertools.product(
+        (0, 1, MASK64, key_of()), ((1, 1), (3, 127), (2, 128), (2, 129), (1, 700))
+    ):
+        expected = [
+            [dither_by_the_contract(key, row, col, cols) for col in range(cols)] for row in range(rows)
+        ]
+        assert dither(key, rows, cols).tolist() == expected
+
+
+def test_keys_chain_splitmix_over_seed_step_parameter_and_purpose():
+    key = splitmix64(7)
+    for part in (11, parameter_id("layer.weight"), PURPOSES["exp_avg_sq"]):
+        key = splitmix64(key ^ part)
+    assert stream_key(7, 11, parameter_id("layer.weight"), "exp_avg_sq") == key
+
+
+def test_golden_values():
+    """Frozen: checkpoints are promised to resume bit for bit, so these bits may never change."""
+    assert parameter_id("layer.weight") == GOLDEN_ID
+    for (seed, step, name, purpose), (key, bits) in GOLDEN.items():
+        assert stream_key(seed, step, parameter_id(name), purpose) == key
+        assert dither(key, 2, 130)[1, [0, 1, 2, 127, 128, 129]].tolist() == bits
+
+
+GOLDEN_ID = 0
+GOLDEN = {}
+
+
+# --- purity -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cols", [1, 31, 128, 200, 300])
+def test_a_shard_of_rows_sees_what_the_whole_saw(cols):
+    whole = dither(key_of(), 9, cols)
+    for first, last in itertools.combinations(range(10), 2):
+        assert torch.equal(dither(key_of(), last - first, cols, first_row=first), whole[first:last])
+
+
+def test_nothing_else_enters():
+    """Neither torch's generator nor an earlier call changes the bits, and none is consumed."""
+    torch.manual_seed(0)
+    before = dither(key_of(), 4, 200)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    assert torch.equal(dither(key_of(), 4, 200), before)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_longer_row_begins_with_the_same_bits_within_its_first_chunks():
+    assert torch.equal(dither(key_of(), 1, 300)[:, :200], dither(key_of(), 1, 200))
+
+
+def test_far_rows_do_not_overflow_into_near_ones():
+    near, far = dither(key_of(), 1, 128), dither(key_of(), 1, 128, first_row=2**40)
+    assert not torch.equal(near, far)
+    assert far.tolist() == [[dither_by_the_contract(key_of(), 2**40, c, 128) for c in range(128)]]
+
+
+# --- uniform ----------------------------------------------------------------------------------------------
+
+
+def test_every_element_is_exactly_uniform_over_b():
+    """For any a the upper half of ``mix + b`` runs through all 2^16 values as b's upper half does: exhausted."""
+    upper = torch.arange(2**16, dtype=torch.int64) << 16
+    for a, element, low in itertools.product((0, 1, 0xDEADBEEF, MASK32), (0, 1, 77, 127), (0, 0x8001, 0xFFFF)):
+        mixed = mix((a + element * 0x9E3779B9) & MASK32)
+        u = ((mixed + upper + low) & MASK32) >> 16
+        assert torch.equal(u.sort().values, torch.arange(2**16))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_chi_square(seed):
+    """2^20 draws in 256 bins, by the upper and by the lower byte: chi-square has mean 255, deviation sqrt(510).
+
+    Five deviations either way: a clumped and a suspiciously even generator both fail.
+    """
+    u = dither(key_of(seed=seed), 2**13, 128).flatten()
+    for byte in (u >> 8, u & 255):
+        counts = byte.bincount(minlength=256).double()
+        chi_square = ((counts - 2**12) ** 2 / 2**12).sum().item()
+        assert abs(chi_square - 255) < 5 * 510**0.5
+
+
+@pytest.mark.parametrize("lag", [1, 2, 16])
+def test_pairs_fill_the_square(lag):
+    """The upper 4 bits of an element and of one `lag` further on: chi-square over 256 cells, as above."""
+    u = dither(key_of(seed=5), 2**14, 128) >> 12
+    pairs = (u[:, :-lag] * 16 + u[:, lag:]).flatten()
+    counts = pairs.bincount(minlength=256).double()
+    expected = pairs.numel() / 256
+    chi_square = ((counts - expected) ** 2 / expected).sum().item()
+    assert abs(chi_square - 255) < 5 * 510**0.5
+
+
+# --- independent ------------------------------------------------------------------------------------------
+
+
+def standardized(key: int, rows: int = 2**13, cols: int = 128) -> torch.Tensor:
+    """The bits with the mean and deviation of a uniform variable taken out, fp64."""
+    return (dither(key, rows, cols).double() + 0.5) / 2**16 * 12**0.5 - 3**0.5
+
+
+def assert_uncorrelated(x: torch.Tensor, y: torch.Tensor) -> None:
+    """|r| below 5 / sqrt(n): five standard deviations of the correlation of n independent pairs."""
+    assert abs((x * y).mean().item()) < 5 / x.numel() ** 0.5
+
+
+def test_elements_of_a_chunk_are_uncorrelated():
+    """At every distance 1 ... 127, not only the 1 ... 16 within a vector register."""
+    z = standardized(key_of(seed=3), rows=2**14)
+    for lag in range(1, 128):
+        assert_uncorrelated(z[:, :-lag], z[:, lag:])
+
+
+def test_neighbouring_rows_and_chunks_are_uncorrelated():
+    z = standardized(key_of(seed=4), cols=256)
+    assert_uncorrelated(z[:-1], z[1:])
+    assert_uncorrelated(z[:, :128], z[:, 128:])
+
+
+def test_the_mean_of_a_chunk_is_as_quiet_as_that_of_independent_bits():
+    """The variance of a chunk's mean sums up all pairs at once.
+
+    Over n = 2^14 chunks its estimate has a relative deviation of sqrt(2 / n) = 1.1%; bound: five of them.
+    """
+    means = standardized(key_of(seed=6), rows=2**14).mean(1)
+    assert abs(means.square().mean().item() * 128 - 1) < 5 * (2 / 2**14) ** 0.5
+
+
+def test_steps_seeds_parameters_and_purposes_are_independent():
+    base = standardized(key_of(seed=0, step=1, name="w", purpose="weight"))
+    others = [
+        *(key_of(step=step) for step in (2, 3, 4, 1000)),
+        *(key_of(seed=seed) for seed in (1, 2, 3)),
+        *(key_of(name=name) for name in ("v", "w.0", "#0", "#1")),
+        *(key_of(purpose=purpose) for purpose in ("exp_avg", "exp_avg_sq")),
+    ]
+    for key in others:
+        assert_uncorrelated(base, standardized(key))
+
+
+def test_one_element_is_uncorrelated_over_successive_steps():
+    """What a slow average integrates: one coordinate's bits over 4096 steps, at distances 1 ... 16."""
+    z = torch.cat([standardized(key_of(step=step), rows=1, cols=32) for step in range(1, 4097)])
+    for lag in range(1, 17):
+        assert_uncorrelated(z[:-lag], z[lag:])
+
+
+def test_swapped_numbers_do_not_collide():
+    """Seed, step and parameter are chained, not added: (1, 2) is not (2, 1)."""
+    keys = [
+        stream_key(seed, step, parameter, purpose)
+        for seed, step, parameter in itertools.product(range(6), repeat=3)
+        for purpose in PURPOSES
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+# --- thresholds and names ---------------------------------------------------------------------------------
+
+
+def test_thresholds_are_exact_and_never_zero_or_one():
+    u = torch.arange(2**16, dtype=torch.int32)
+    exact = (u.double() + 0.5) / 2**16
+    assert torch.equal(threshold(u).double(), exact)
+    assert threshold(u).min() == 2.0**-17
+    assert threshold(u).max() == 1 - 2.0**-17
+
+
+def test_rounding_names():
+    for rounding in ROUNDINGS:
+        check_rounding(rounding)
+    with pytest.raises(ValueError, match="'up'; choose one of nearest, stochastic, stochastic-log"):
+        check_rounding("up")
