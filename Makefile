@@ -18,7 +18,7 @@ $(STAMP): $(SOURCES)
 setup: $(STAMP)            ## create .venv and install the package with its tools
 
 demo: setup                ## train the same small transformer under several formats and compare
-	$(BIN)/python benchmarks/demo.py
+	$(BIN)/python examples/demo.py
 
 test: lint                 ## linters, then every test
 	$(BIN)/python -m pytest

@@ -356,6 +356,6 @@ def _refuse_in_place(func: Any, args: Any) -> None:
                 if isinstance(tensor, QuantizedTensor):
                     raise RuntimeError(
                         f"{func} would change a parameter stored as '{tensor.format}' in place, and rounding would "
-                        f"silently lose most of it. Update it with an optimizer of masterless, overwrite it with copy_(), "
-                        f"or decode the model with masterless.dequantize_(model)"
+                        f"silently lose most of it. Update it with an optimizer of masterless, overwrite it with "
+                        f"copy_(), or decode the model with masterless.dequantize_(model)"
                     )

@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from masterless import ops
 from masterless.formats import Format, as_first_moment, as_second_moment, parse
 from masterless.layout import is_matrix_like
-from masterless.optim import checkpoint
+from masterless.optim import checkpoint, resets
 from masterless.reference import Task
 from masterless.rounding import PURPOSES, check_rounding, parameter_id, stream_key
 from masterless.rules import Rule
@@ -40,6 +40,7 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "next_lr": None,
     "quantize": "matrices",
     "nonfinite": "raise",
+    "reset": None,
     "seed": 0,
     "backend": "auto",
 }
@@ -65,6 +66,7 @@ class LowBitOptimizer(Optimizer):
     Attributes:
         nonfinite_counts: with ``nonfinite="skip"``: elements of each parameter's gradients, by name, that were
             not finite and were skipped.
+        reset_counts: elements that the schedule ``reset=`` has cleared so far, by the parameter's name.
     """
 
     torch_twin: ClassVar[Any] = None  # the torch.optim class whose checkpoints are ours too
@@ -72,9 +74,11 @@ class LowBitOptimizer(Optimizer):
     second_name: ClassVar[str | None] = None
 
     nonfinite_counts: dict[str, int]
+    reset_counts: dict[str, int]
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.nonfinite_counts = {}
+        self.reset_counts = {}
         defaults = {**COMMON_DEFAULTS, **defaults, "masterless_version": checkpoint.VERSION}
         self._check_group(defaults)
         super().__init__(params, defaults)
@@ -148,6 +152,7 @@ class LowBitOptimizer(Optimizer):
         seed = group["seed"]
         require(isinstance(seed, int) and 0 <= seed < 2**63, "seed", seed, "a non-negative 63-bit integer")
         ops.check_backend(group["backend"])
+        resets.check_schedule(self, group)
 
     def _check_parameter(self, p: Tensor, group: dict[str, Any]) -> None:
         storage = weight_storage(p)
@@ -264,10 +269,13 @@ class LowBitOptimizer(Optimizer):
         batches: dict[str, list[Task]] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         skip_allowed: dict[str, bool] = {}
+        afterwards: list[Callable[[], list[resets.StateReset]]] = []
         for group, p, name in parameters:
             task = self._task(group, p, name, copies)
             batches.setdefault(group["backend"], []).append(task)
             skip_allowed[name] = group["nonfinite"] == "skip"
+            if group["reset"] is not None:
+                afterwards.append(resets.before_step(self, group, p, name))
         bad: dict[str, int] = {}
         for backend, tasks in batches.items():
             for task, count in zip(tasks, ops.step(tasks, backend), strict=True):
@@ -275,6 +283,8 @@ class LowBitOptimizer(Optimizer):
                     bad[task.name] = count
         for p, contiguous in copies:
             p.copy_(contiguous)
+        for entry in (entry for finish in afterwards for entry in finish()):
+            self.reset_counts[entry.parameter] = self.reset_counts.get(entry.parameter, 0) + entry.cleared
         self._report_nonfinite(bad, skip_allowed)
 
     def _report_nonfinite(self, bad: dict[str, int], skip_allowed: dict[str, bool]) -> None:
@@ -325,7 +335,7 @@ class LowBitOptimizer(Optimizer):
         return Task(
             name=name,
             rule=rule,
-            scalars=rule.scalars(group, *self._local_steps(state, step)),
+            scalars=rule.scalars(group, *self._local_steps(state)),
             group=group,
             grad=grad,
             weight=weight,
@@ -338,12 +348,27 @@ class LowBitOptimizer(Optimizer):
             scale_policy=group["scale_policy"],
         )
 
-    def _local_steps(self, state: dict[str, Any], step: int) -> tuple[int, int]:
+    def _local_steps(self, state: dict[str, Any]) -> tuple[int, int]:
         """Updates each moment has seen since it was last zero: what its bias correction must count."""
-        return tuple(  # type: ignore[return-value]
-            step - int(state.get(f"{name}.reset_step", 0)) if name else step
-            for name in (self.first_name, self.second_name)
-        )
+        return resets.local_step(state, self.first_name), resets.local_step(state, self.second_name)
+
+    @torch.no_grad()
+    def reset_state(
+        self, params: Any = None, states: str | Iterable[str] | None = None, mode: str = "hard"
+    ) -> resets.ResetReport:
+        """Restarts moving averages that no longer move, each with its own bias correction.
+
+        Args:
+            params: a parameter, a name, or several of either; None is all.
+            states: names of states. None is the second moment; "all" is both, except a first moment that holds the
+                residue of a rounded weight (error compensation), which is reset only if it is named.
+            mode: "hard" (back to zero) or "soft" (the estimate stays, with the weight of a few samples); see
+                `masterless.optim.resets`.
+
+        Returns:
+            How many elements were really cleared (not zero before), by parameter and in total. ``print`` it.
+        """
+        return resets.reset_state(self, params, states, mode)
 
     # --- checkpoints --------------------------------------------------------------------------------------
 
@@ -358,6 +383,7 @@ class LowBitOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("nonfinite_counts", {})
+        self.__dict__.setdefault("reset_counts", {})
         checkpoint.finish_load(self)
 
     def torch_state_dict(self) -> dict[str, Any]:

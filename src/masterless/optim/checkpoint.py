@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from masterless.optim.base import LowBitOptimizer
 
 VERSION = 1
+COUNTERS = (".reset_step", ".stalled")  # of a state's resets: scalars beside its stored tensors
 
 
 class _Sealed:
@@ -81,7 +82,7 @@ def _adopt(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: s
     wanted = optimizer.state_formats(p, group)
     step = saved.get("step", torch.tensor(0.0))
     state: dict[str, Any] = {"step": torch.as_tensor(step, dtype=torch.float32).cpu().clone()}
-    state.update({k: v for k, v in saved.items() if k.endswith(".reset_step")})
+    state.update({k: v for k, v in saved.items() if k.endswith(COUNTERS)})
     for moment, fmt in wanted.items():
         found = _saved_storage(moment, saved, sealed.saved_group, p, fmt)
         if found is None:
@@ -113,8 +114,8 @@ def _saved_storage(
             raise ValueError(f"{moment} has shape {tuple(plain.shape)}, its parameter {tuple(p.shape)}")
         fmt = parse("bf16") if plain.dtype == torch.bfloat16 else parse("fp32")
         return Storage(fmt, tuple(p.shape), {"values": plain.to(torch.bfloat16 if fmt.bits == 16 else torch.float32)})
-    named = {key.removeprefix(f"{moment}."): value for key, value in saved.items() if key.startswith(f"{moment}.")}
-    named.pop("reset_step", None)
+    mine = [key for key in saved if key.startswith(f"{moment}.") and not key.endswith(COUNTERS)]
+    named = {key.removeprefix(f"{moment}."): saved[key] for key in mine}
     if not named:
         return None
     fmt = parse(saved_group.get(moment, wanted))
@@ -150,7 +151,7 @@ def _decoded(
     wanted = optimizer.state_formats(p, group)[optimizer.second_name]
     second = _saved_storage(optimizer.second_name, saved, sealed.saved_group, p, wanted)
     assert second is not None
-    d = _denominator(optimizer, second.decode(), group, int(saved["step"]))
+    d = _denominator(optimizer, second.decode(), group, resets.local_step(saved, optimizer.second_name))
     return values / d if _units(group) == "update" else values * d
 
 

@@ -20,6 +20,8 @@ class Options(TypedDict, total=False):
         next_lr: the next step's learning rate, if known: error compensation then aims at it instead of this one's.
         quantize: which parameters get low-bit states: "matrices", or "all" (vectors and narrow matrices too).
         nonfinite: on NaN or infinite gradients: "raise" after the step, or "skip" the tile and only count.
+        reset: when second moments that stall are restarted: None (never), "auto" (the predicted period, where one is
+            due), a number of steps, or "adaptive" (measured); see `masterless.optim.resets.ResetSchedule`.
         seed: of the random bits.
         backend: "auto" or "reference".
         foreach: accepted as None or False for compatibility; see `refuse`.
@@ -36,6 +38,7 @@ class Options(TypedDict, total=False):
     next_lr: float | None
     quantize: str
     nonfinite: str
+    reset: str | int | None
     seed: int
     backend: str
     foreach: bool | None

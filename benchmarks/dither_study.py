@@ -1,0 +1,99 @@
+"""Is subtractive dither worth having as a third rounding of states?
+
+Subtractive dither adds a random fraction of a quantum before rounding and takes the same fraction off when decoding, replayed
+from the counter: an error of constant variance 1/12 quantum^2, where stochastic rounding has up to 1/4 (1/6 on average).
+The price: exact zeros no longer stay zero, and decoding needs to know in which step a block was last written.
+
+This measures what it buys, before it is built: a first moment in fp32 passes through the quantizer after every step, with
+the library's own scales and random bits, once with stochastic rounding and once with subtractive dither.
+
+    python benchmarks/dither_study.py [--table]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from masterless import AdamW, codec
+from masterless.formats import parse
+from masterless.models import GPT, GPTConfig
+from masterless.rounding import dither, parameter_id, stream_key, threshold
+from masterless.train import TrainSettings, stdlib_corpus, train
+
+RESULTS = Path(__file__).parent / "results" / "dither.jsonl"
+
+
+def quantized(m: torch.Tensor, bits: int, kind: str, key: int) -> torch.Tensor:
+    """What a first moment becomes when it is stored in `bits` bits and read again."""
+    fmt = parse(f"int{bits}")
+    x = m.reshape(m.shape[0], -1)
+    u = dither(key, *x.shape)
+    scale = codec.scale_for(codec.block_absmax(x, fmt), fmt)
+    if kind == "stochastic":
+        return codec.decode(codec.encode(x, fmt, u, scale=scale), x.shape[1], fmt).view_as(m)
+    offset = (threshold(u) - 0.5) * scale.repeat_interleave(128, 1)[:, : x.shape[1]]
+    rounded = codec.decode(codec.encode(x + offset, fmt, None, scale=scale), x.shape[1], fmt)
+    return (rounded - offset).view_as(m)
+
+
+def run(job: tuple[int, str, int]) -> dict[str, Any]:
+    bits, kind, seed = job
+    torch.set_num_threads(1)
+    beta1 = {4: 0.9, 2: 0.527}[bits]
+    settings = TrainSettings(steps=1500, lr=2e-3, betas=(beta1, 0.95), seed=seed, eval_batches=128)
+    model = GPT(GPTConfig(), torch.Generator().manual_seed(seed))
+    optimizer = AdamW(
+        model.named_parameters(),
+        **settings.optimizer_arguments(),
+        exp_avg="fp32",
+        exp_avg_sq="fp32",
+        moment_units="update",
+    )
+
+    def requantize(*_: Any) -> None:
+        for _, p, name in optimizer.parameters():
+            if p.dim() == 2:
+                state = optimizer.state[p]
+                key = stream_key(seed, int(state["step"]), parameter_id(name), "exp_avg")
+                state["exp_avg"].copy_(quantized(state["exp_avg"], bits, kind, key))
+
+    if kind != "exact":
+        optimizer.register_step_post_hook(requantize)
+    result = train(model, optimizer, stdlib_corpus(), settings)
+    return {"bits": bits, "beta1": beta1, "kind": kind, "seed": seed, "loss": result.final_validation_loss}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="print the table of the finished runs and stop")
+    arguments = parser.parse_args()
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    done = {(r["bits"], r["kind"], r["seed"]) for r in rows}
+    jobs = [(b, k, s) for s in (0, 1) for b in (4, 2) for k in ("exact", "stochastic", "subtractive")]
+    if not arguments.table:
+        with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+            for row in pool.map(run, [job for job in jobs if job not in done]):
+                rows.append(row)
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    print("| m | b1 | rounding | loss (each seed) | mean |\n|---|---|---|---|---|")
+    for bits in (4, 2):
+        for kind in ("exact", "stochastic", "subtractive"):
+            found = [r for r in rows if r["bits"] == bits and r["kind"] == kind]
+            if found:
+                losses = [r["loss"] for r in found]
+                each = " ".join(f"{x:.4f}" for x in losses)
+                name = "fp32, no rounding" if kind == "exact" else f"int{bits}"
+                print(f"| {name} | {found[0]['beta1']} | {kind} | {each} | {statistics.mean(losses):.4f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Studies: families of small training runs, resumable at any kill, with their tables.
+
+    python benchmarks/study.py states            # run (or go on with) one study, then print its table
+    python benchmarks/study.py weights --table   # only print the table of what is there
+
+Every finished run is a line of ``benchmarks/results/STUDY.jsonl``; runs that are there are not repeated. All runs train
+a byte-level GPT on the standard library's source text: 2 layers, d = 128, 393k parameters in the inner matrices, 512
+tokens a step, cosine schedule. Losses are on held-out documents; runs of one seed see the same batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from masterless.train.experiment import Experiment, load_rows, run_all
+
+RESULTS = Path(__file__).parent / "results"
+
+FP32_STATES = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
+STANDARD = {"steps": 1500, "lr": 2e-3, "betas": (0.9, 0.95), "eval_batches": 128}
+NO_MOMENTUM = {"exp_avg": "none", "exp_avg_sq": "factored", "betas": (0.0, 0.95)}
+DROP = {"error_compensation": False}
+
+
+def states_study() -> list[Experiment]:
+    """States alone, dense fp32 weights: what do few bits in m and v cost?"""
+    rows: list[tuple[str, dict[str, Any]]] = [
+        ("fp32 / fp32", FP32_STATES),
+        ("int8 / log8", {"exp_avg": "int8", "exp_avg_sq": "log8"}),
+        ("int4 / log4", {"exp_avg": "int4", "exp_avg_sq": "log4"}),
+        ("int4 / log2", {"exp_avg": "int4", "exp_avg_sq": "log2"}),
+        ("int4 / log2, m in gradient units", {"exp_avg": "int4", "exp_avg_sq": "log2", "moment_units": "gradient"}),
+        ("fp32 / log2, unbiased dither", {"exp_avg": "fp32", "exp_avg_sq": "log2"}),
+        (
+            "fp32 / log2, dither of the logarithm",
+            {"exp_avg": "fp32", "exp_avg_sq": "log2", "rounding": "stochastic-log"},
+        ),
+        ("fp32 / log2, nearest", {"exp_avg": "fp32", "exp_avg_sq": "log2", "rounding": "nearest"}),
+        ("dynamic4 / log2", {"exp_avg": "dynamic4", "exp_avg_sq": "log2"}),
+        ("int4 / log2, nearest m and v", {"exp_avg": "int4", "exp_avg_sq": "log2", "rounding": "nearest"}),
+        ("int4 / factored", {"exp_avg": "int4", "exp_avg_sq": "factored"}),
+        ("int3 / log2, b1 .69", {"exp_avg": "int3", "exp_avg_sq": "log2", "betas": (0.694, 0.95)}),
+        ("int2 / log2, b1 .53", {"exp_avg": "int2", "exp_avg_sq": "log2", "betas": (0.527, 0.95)}),
+        ("none / log2, b1 0", {"exp_avg": "none", "exp_avg_sq": "log2", "betas": (0.0, 0.95)}),
+        ("fp32 / fp32, b1 .53", {**FP32_STATES, "betas": (0.527, 0.95)}),
+    ]
+    return [Experiment(label, options=options, settings=STANDARD, seed=s) for s in (0, 1) for label, options in rows]
+
+
+def weights_study() -> list[Experiment]:
+    """Weights without a master copy: drop, inject, keep; nearest and stochastic; scale held and recomputed."""
+    rows: list[tuple[str, str | None, dict[str, Any]]] = [("fp32", None, FP32_STATES)]
+    for fmt in ("fp8", "int4"):
+        rows.append((f"{fmt} master weights (QAT)", f"{fmt}+32", FP32_STATES))
+        for policy in ("held", "recompute"):
+            for rounding in ("nearest", "stochastic"):
+                for compensate in (False, True):
+                    label = f"{fmt} {'ECO' if compensate else 'naive'} {rounding}, scale {policy}"
+                    options = {"scale_policy": policy, "weight_rounding": rounding, "error_compensation": compensate}
+                    rows.append((label, fmt, {**FP32_STATES, **options}))
+    rows += [
+        ("int4 ECO stochastic, power-of-two scale", "int4:128:pow2", FP32_STATES),
+        ("fp32, b1 .35", None, {**FP32_STATES, "betas": (0.35, 0.95)}),
+        ("fp32, b1 0", None, {**FP32_STATES, "exp_avg": "none", "betas": (0.0, 0.95)}),
+        ("int4 master weights (QAT), b1 .35", "int4+32", {**FP32_STATES, "betas": (0.35, 0.95)}),
+        ("int4 ECO nearest, b1 .35", "int4", {**FP32_STATES, "betas": (0.35, 0.95), "weight_rounding": "nearest"}),
+        ("int4 ECO stochastic, b1 .35", "int4", {**FP32_STATES, "betas": (0.35, 0.95)}),
+        ("int8, no m, factored v", "int8", {**NO_MOMENTUM, **DROP}),
+        ("int4+4, no m, factored v", "int4+4", {**NO_MOMENTUM, **DROP}),
+        (
+            "int8 ECO, int2 m (b1 .53), factored v",
+            "int8",
+            {"exp_avg": "int2", "exp_avg_sq": "factored", "betas": (0.527, 0.95)},
+        ),
+        (
+            "int8 drop, int2 m (b1 .53), factored v",
+            "int8",
+            {"exp_avg": "int2", "exp_avg_sq": "factored", "betas": (0.527, 0.95), **DROP},
+        ),
+        (
+            "int4 ECO nearest, int4 m (b1 .35), log2 v",
+            "int4",
+            {"exp_avg": "int4", "exp_avg_sq": "log2", "betas": (0.35, 0.95), "weight_rounding": "nearest"},
+        ),
+        (
+            "int4 ECO stochastic, int4 m (b1 .35), log2 v",
+            "int4",
+            {"exp_avg": "int4", "exp_avg_sq": "log2", "betas": (0.35, 0.95)},
+        ),
+        (
+            "fp8 ECO stochastic, int4 m (b1 .82), log2 v",
+            "fp8",
+            {"exp_avg": "int4", "exp_avg_sq": "log2", "betas": (0.82, 0.95)},
+        ),
+        ("int4+4 ECO, int4 m, log2 v", "int4+4", {"exp_avg": "int4", "exp_avg_sq": "log2"}),
+    ]
+    return [
+        Experiment(label, weights=fmt, options=options, settings=STANDARD, seed=seed)
+        for seed in (0, 1)
+        for label, fmt, options in rows
+    ]
+
+
+def moe_study() -> list[Experiment]:
+    """A sparse mixture of experts, 8 experts, top-2: FP8 and INT4 experts without master weights."""
+    model = {"n_experts": 8, "d_ff": 256}
+    settings = {**STANDARD, "steps": 1000}
+    rows: list[tuple[str, str | None, dict[str, Any]]] = [
+        ("MoE fp32", None, FP32_STATES),
+        ("MoE fp8 ECO stochastic", "fp8", FP32_STATES),
+        ("MoE int4 ECO stochastic", "int4", FP32_STATES),
+        ("MoE int4 naive stochastic", "int4", {**FP32_STATES, **DROP}),
+        ("MoE int4 naive nearest", "int4", {**FP32_STATES, **DROP, "weight_rounding": "nearest"}),
+        (
+            "MoE fp8 ECO, int4 m (b1 .82), log2 v",
+            "fp8",
+            {"exp_avg": "int4", "exp_avg_sq": "log2", "betas": (0.82, 0.95)},
+        ),
+        ("MoE int8, no m, factored v", "int8", {**NO_MOMENTUM, **DROP}),
+    ]
+    return [Experiment(label, weights=fmt, options=o, model=model, settings=settings) for label, fmt, o in rows]
+
+
+STUDIES = {"states": states_study, "weights": weights_study, "moe": moe_study}
+
+
+def table(rows: Sequence[dict[str, Any]], experiments: Sequence[Experiment]) -> str:
+    """A markdown table: one line a label, mean over seeds, gap to the first label's mean."""
+    by_id = {row["id"]: row for row in rows}
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for experiment in experiments:
+        row = by_id.get(experiment.identity)
+        if row is not None:
+            groups.setdefault(experiment.label, []).append(row)
+    lines = ["| run | bytes/param | loss (each seed) | mean | gap |", "|---|---|---|---|---|"]
+    reference: float | None = None
+    for label, found in groups.items():
+        losses = [row["loss"] for row in found]
+        if any(loss is None for loss in losses):
+            lines.append(f"| {label} | {found[0]['bytes_per_parameter']:.2f} | diverged | | |")
+            continue
+        mean = statistics.mean(losses)
+        reference = mean if reference is None else reference
+        gap = f"{100 * (mean / reference - 1):+.2f}%"
+        each = " ".join(f"{loss:.4f}" for loss in losses)
+        lines.append(f"| {label} | {found[0]['bytes_per_parameter']:.2f} | {each} | {mean:.4f} | {gap} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--table", action="store_true", help="print the table of the finished runs and stop")
+    parser.add_argument("--workers", type=int, default=2, help="runs side by side, one thread each")
+    arguments = parser.parse_args()
+    experiments = STUDIES[arguments.study]()
+    path = RESULTS / f"{arguments.study}.jsonl"
+    if not arguments.table:
+        for row in run_all(experiments, path, arguments.workers):
+            loss = "diverged" if row["loss"] is None else f"{row['loss']:.4f}"
+            print(f"{row['label']:48} seed {row['seed']}  {loss}  {row.get('seconds', 0):.0f} s", flush=True)
+    print(table(load_rows(path), experiments))
+
+
+if __name__ == "__main__":
+    main()
