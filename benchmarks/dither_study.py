@@ -1,11 +1,11 @@
 """Is subtractive dither worth having as a third rounding of states?
 
-Subtractive dither adds a random fraction of a quantum before rounding and takes the same fraction off when decoding, replayed
-from the counter: an error of constant variance 1/12 quantum^2, where stochastic rounding has up to 1/4 (1/6 on average).
+Subtractive dither adds a random fraction of a quantum before rounding and takes the same fraction off when decoding,
+replayed from the counter: an error of constant variance 1/12 quantum^2, where stochastic rounding has up to 1/4.
 The price: exact zeros no longer stay zero, and decoding needs to know in which step a block was last written.
 
-This measures what it buys, before it is built: a first moment in fp32 passes through the quantizer after every step, with
-the library's own scales and random bits, once with stochastic rounding and once with subtractive dither.
+This measures what it buys, before it is built: a first moment in fp32 passes through the quantizer after every step,
+with the library's own scales and random bits, once with stochastic rounding and once with subtractive dither.
 
     python benchmarks/dither_study.py [--table]
 """

@@ -1,7 +1,7 @@
 """The point of the project in two minutes: the same small transformer trained from 12 bytes a parameter down to 1.
 
-Trains a byte-level GPT (393k parameters in its inner matrices) on the source text of Python's standard library, which is
-on every machine, under five configurations, two at a time, and prints what each costs and what it reaches.
+Trains a byte-level GPT (393k parameters in its inner matrices) on the source text of Python's standard library, which
+is on every machine, under seven configurations, two at a time, and prints what each costs and what it reaches.
 
     python examples/demo.py [--steps 600] [--json]
 """

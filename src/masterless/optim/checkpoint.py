@@ -16,6 +16,7 @@ from torch import Tensor
 
 from masterless.codec import exact_sqrt
 from masterless.formats import Format, parse
+from masterless.optim import resets
 from masterless.storage import Storage, tensor_specs
 
 if TYPE_CHECKING:
@@ -186,6 +187,9 @@ def _exported(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor) -> d
         values = torch.zeros(p.shape) if storage.format.kind == "none" else storage.decode().clone()
         if moment == optimizer.first_name and _units(group) == "update" and storage.format.kind != "none":
             assert optimizer.second_name is not None
-            values = values * _denominator(optimizer, storages[optimizer.second_name].decode(), group, int(step))
-        out[moment] = values
+            age = resets.local_step(optimizer.state[p], optimizer.second_name)
+            values = values * _denominator(optimizer, storages[optimizer.second_name].decode(), group, age)
+        # torch counts all steps, a reset moment only those since: the same estimate under torch's count.
+        age = resets.local_step(optimizer.state[p], moment)
+        out[moment] = values * resets.recounted(optimizer, group, moment, age, int(step))
     return out

@@ -96,8 +96,9 @@ class ResetSchedule:
     is to be fixed ("auto:soft", "500:hard"); without one it is hard, and soft for parameters under error compensation.
 
     Attributes:
-        kind: "auto" (the predictor's period, where one is due), "adaptive" (measured stalls) or "period".
-        period: steps between resets, for "period".
+        kind: "auto" (when the moment has the age that the predictor says, where it says one: `planned_period`),
+            "adaptive" (when the stalls measured since the last reset outweigh what a restart costs), or "period".
+        period: for "period": reset after every so many steps.
         mode: "hard", "soft" or None (as above).
     """
 
@@ -172,7 +173,9 @@ def reset_state(
     return ResetReport(tuple(entries))
 
 
-def before_step(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str) -> Callable[[], list[StateReset]]:
+def before_step(
+    optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str
+) -> Callable[[], list[StateReset]]:
     """Called between a parameter's counting of the step and the step; returns what to call after it."""
     state_name = optimizer.second_name
     assert state_name is not None
@@ -185,8 +188,10 @@ def before_step(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, na
     if schedule.kind == "adaptive":
         stalls = storage.format.kind not in ("none", "factored")
         before = sampled_codes(storage) if stalls and age % MEASURE_EVERY == 0 else None
+    elif schedule.period:
+        due = int(state["step"]) % schedule.period == 0
     else:
-        period = schedule.period or planned_period(storage.format, beta, group["rounding"])
+        period = planned_period(storage.format, beta, group["rounding"])
         due = period is not None and age >= period
 
     def after_step() -> list[StateReset]:
@@ -216,7 +221,9 @@ def carries_residue(p: Tensor, group: dict[str, Any]) -> bool:
 # --- one state --------------------------------------------------------------------------------------------
 
 
-def _reset(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str, state_name: str, mode: str) -> StateReset:
+def _reset(
+    optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str, state_name: str, mode: str
+) -> StateReset:
     corrected = _corrected(optimizer, group, state_name)
     if not corrected and state_name == optimizer.second_name:
         raise ValueError(f"states={state_name!r}: {_uncorrected(optimizer, group)}")
