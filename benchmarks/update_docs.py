@@ -1,0 +1,63 @@
+"""Puts the studies' tables into the documentation, between ``<!-- study:NAME -->`` and ``<!-- /study:NAME -->``.
+
+python benchmarks/update_docs.py           # rewrite the tables from benchmarks/results
+python benchmarks/update_docs.py --check   # fail if a table differs from the results (a test does this)
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import finetune_study
+import study
+
+ROOT = Path(__file__).parent.parent
+MARKED = re.compile(r"(<!-- study:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /study:(?P=name) -->)", re.DOTALL)
+
+
+def _study_table(name: str) -> Callable[[], str]:
+    return lambda: study.table(study.load_rows(study.RESULTS / f"{name}.jsonl"), study.STUDIES[name]())
+
+
+TABLES: dict[str, Callable[[], str]] = {name: _study_table(name) for name in study.STUDIES}
+TABLES["finetune"] = lambda: finetune_study.table(finetune_study.load())
+
+
+def pages() -> list[Path]:
+    """The README and every page of the documentation."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def outdated() -> Iterator[tuple[Path, str]]:
+    """Pages whose tables differ from the results, with their text brought up to date."""
+    for page in pages():
+        text = page.read_text()
+
+        def fresh(match: re.Match[str]) -> str:
+            return f"{match[1]}{TABLES[match['name']]()}\n{match[4]}"
+
+        updated = MARKED.sub(fresh, text)
+        if updated != text:
+            yield page, updated
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a table is out of date")
+    arguments = parser.parse_args()
+    stale = list(outdated())
+    for page, text in stale:
+        print(f"{'out of date' if arguments.check else 'updated'}: {page.relative_to(ROOT)}")
+        if not arguments.check:
+            page.write_text(text)
+    sys.exit(1 if stale and arguments.check else 0)
+
+
+if __name__ == "__main__":
+    main()
