@@ -1,7 +1,8 @@
 """Fine-tuning in INT4: quantize a trained model, continue on other text, and see what each way of rounding keeps.
 
-A byte-level GPT is trained in fp32 on Python's standard library (1500 steps), its inner matrices are quantized to INT4 in
-groups of 128, and training goes on for 600 steps on C++ (the headers that come with torch) at a tenth of the learning rate.
+A byte-level GPT is trained in fp32 on Python's standard library (1500 steps), its inner matrices are quantized to INT4
+in groups of 128, and training goes on for 600 steps on C++ (the headers that come with torch) at a tenth of the
+learning rate.
 
     python benchmarks/finetune_study.py [--table]
 """
