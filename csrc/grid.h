@@ -1,0 +1,152 @@
+// Grids of levels: how a number in units of its scale becomes a code. One class a family of formats.
+//
+// Contract, for each grid:
+//   * `encode<kStochastic>(t, words, code)` returns the level (in units of the scale) that t is rounded to, and its
+//     code. Nearest: ties go to the even code. Stochastic: to the upper neighbour where (t - lower) exceeds
+//     threshold(words) * (upper - lower). Outside of the grid: the outermost level.
+//   * `level(code)` is the way back.
+//   * t of the linear grid comes multiplied by 2^hidden, so that its levels are integers.
+#pragma once
+
+#include "abi.h"
+#include "random.h"
+
+namespace masterless {
+inline namespace MASTERLESS_ISA {
+
+class LinearGrid {
+  public:
+    explicit LinearGrid(const MlStorage& s)
+        : high_(splat(s.limit)), low_(splat(s.is_signed ? -s.limit : 0.0f)), zero_code_(s.zero_code) {}
+
+    template <bool kStochastic>
+    vf encode(vf t, vu words, vi& code) const {
+        t = min(max(t, low_), high_);  // first, because the limits are levels: the result is the same
+        vf index;
+        if (kStochastic) {
+            const vf lower = floor(t);
+            index = select(t - lower > threshold(words), lower + 1.0f, lower);
+        } else {
+            index = round_even(t);  // zero codes are even, so an even index has an even code
+        }
+        code = to_int(index) + zero_code_;
+        return index;
+    }
+
+    vf level(vi code) const { return to_float(code - zero_code_); }
+
+  private:
+    vf high_, low_;
+    int32_t zero_code_;
+};
+
+// Sign, E exponent bits, M mantissa bits, subnormals: code = the magnitude's rank, plus the sign bit above it.
+template <int E, int M, bool kSigned>
+class MinifloatGrid {
+  public:
+    explicit MinifloatGrid(const MlStorage& s) : largest_(splat(s.limit)) {}
+
+    template <bool kStochastic>
+    vf encode(vf t, vu words, vi& code) const {
+        const vf a = min(magnitude(t), largest_);
+        // Of the binade of `a` (the subnormals share the lowest one): its first code, and the gap of its levels.
+        const vi exponent = max(bits(a) & 0x7F800000, splat(kLowestExponent << 23));
+        const vf gap = from_bits(exponent - (M << 23));
+        const vi first_code = (exponent - (kLowestExponent << 23)) >> (23 - M);
+        // Adding this number rounds `a` to a whole number of gaps, which then stands in the lowest mantissa bits.
+        const vf round = from_bits((exponent + ((23 - M) << 23)) | 0x400000);
+        const vf shifted = a + round;
+        vi gaps = bits(shifted) - bits(round);
+        vf level = shifted - round;
+        if (kStochastic) {
+            const vi above = level > a;
+            level = select(above, level - gap, level);
+            gaps += above;
+            // Upwards is away from zero for positive and towards it for negative numbers.
+            const vi negative = kSigned ? (bits(t) < 0) : vi{};
+            const vf distance = select(negative, (level + gap) - a, a - level);
+            const vi away = (distance > threshold(words) * gap) ^ negative;
+            level = select(away, level + gap, level);
+            gaps -= away;
+        }
+        code = first_code + gaps;
+        if (!kSigned) return level;
+        const vi sign = bits(t) & (int32_t)0x80000000;
+        code = select(code > 0, code | ((vi)((vu)sign >> (31 - (E + M)))), code);
+        return from_bits(bits(level) | sign);
+    }
+
+    vf level(vi code) const {
+        const vi rank = code & ((1 << (E + M)) - 1);
+        const vi binade = max(rank >> M, splat(1)) - 1;
+        const vf gap = from_bits((binade + (kLowestExponent - M)) << 23);
+        const vf a = to_float(rank - (binade << M)) * gap;
+        return kSigned ? from_bits(bits(a) | ((code >> (E + M)) << 31)) : a;
+    }
+
+  private:
+    static constexpr int kBias = (1 << (E - 1)) - 1;
+    static constexpr int kLowestExponent = 127 + 1 - kBias;  // of the smallest normal number, biased as in fp32
+    vf largest_;
+};
+
+// Any rising table of at most 256 levels.
+class TableGrid {
+  public:
+    explicit TableGrid(const MlStorage& s)
+        : levels_(s.levels), level_of_code_(s.level_of_code), code_of_level_(s.code_of_level), count_(s.level_count) {
+        while (first_stride_ * 2 < count_) first_stride_ *= 2;
+    }
+
+    template <bool kStochastic>
+    vf encode(vf t, vu words, vi& code) const {
+        vi index{};  // the last level that is not above t, by bisection; `levels` is padded with infinities
+        for (int stride = first_stride_; stride >= 1; stride /= 2) {
+            const vi candidate = index + stride;
+            index = select(t >= gather(levels_, candidate), candidate, index);
+        }
+        index = min(index, splat(count_ - 2));
+        const vf lower = gather(levels_, index), upper = gather(levels_, index + 1);
+        vi up;
+        if (kStochastic) {
+            up = t - lower > threshold(words) * (upper - lower);
+        } else {
+            const vf middle = (lower + upper) * 0.5f;
+            up = (t > middle) | ((t == middle) & ((lookup(index + 1) & 1) == 0));
+        }
+        code = lookup(index - up);
+        return select(up, upper, lower);
+    }
+
+    vf level(vi code) const { return gather(level_of_code_, code); }
+
+  private:
+    vi lookup(vi index) const {
+        vi code;
+        for (int i = 0; i < kLanes; ++i) code[i] = code_of_level_[index[i]];
+        return code;
+    }
+
+    const float* levels_;
+    const float* level_of_code_;
+    const uint8_t* code_of_level_;
+    int32_t count_;
+    int first_stride_ = 1;
+};
+
+// Calls `f` with the grid of a scaled format.
+template <class F>
+inline void with_grid(const MlStorage& s, F&& f) {
+    if (s.kind == ML_LINEAR) return f(LinearGrid(s));
+    if (s.kind == ML_TABLE) return f(TableGrid(s));
+    switch (s.exponent_bits * 100 + s.mantissa_bits * 10 + s.is_signed) {
+        case 431: return f(MinifloatGrid<4, 3, true>(s));
+        case 430: return f(MinifloatGrid<4, 3, false>(s));
+        case 211: return f(MinifloatGrid<2, 1, true>(s));
+        case 220: return f(MinifloatGrid<2, 2, false>(s));
+        default: return f(TableGrid(s));  // a minifloat without a class of its own
+    }
+}
+
+}  // namespace MASTERLESS_ISA
+}  // namespace masterless

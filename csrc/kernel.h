@@ -1,0 +1,18 @@
+// What one instruction set's build of the kernel offers to the dispatcher.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "abi.h"
+
+namespace masterless {
+
+struct Kernel {
+    void (*step)(MlTask* tasks, int64_t count, int threads);
+    void (*decode)(const MlStorage& stored, int64_t rows, int64_t cols, bool visible, void* out, bool out_is_bf16,
+                   int threads);
+    size_t thread_bytes;
+};
+
+}  // namespace masterless

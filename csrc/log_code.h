@@ -1,0 +1,169 @@
+// The logarithmic code of second moments, in integer arithmetic on float bits: the log part of `codec.py`.
+//
+// Contract: code k stands for the float with bits top - k * step (0 below zero); with the zero flag the last code is
+// zero itself. `top` is the upper half of the block's maximum, rounded up; `step` counts units of 2^13 float bits;
+// the lowest level is one of the minima of eight interleaved lanes. All quotients by `step` are exact.
+#pragma once
+
+#include "abi.h"
+#include "random.h"
+#include "scale.h"
+
+namespace masterless {
+inline namespace MASTERLESS_ISA {
+
+constexpr int kStepUnit = 13;
+
+struct LogBlock {
+    int32_t top = 0;   // float bits
+    int32_t step = 1;  // units of 2^13 float bits
+    bool zero_flag = false;
+};
+
+inline LogBlock read_log_block(const MlStorage& s, int64_t index) {
+    const uint16_t raw = (uint16_t)s.step[index];
+    return {(int32_t)s.top[index] << 16, raw & 0x7FFF, (raw & 0x8000) != 0};
+}
+
+inline void write_log_block(const MlStorage& s, int64_t index, const LogBlock& block) {
+    s.top[index] = (int16_t)(block.top >> 16);
+    s.step[index] = (int16_t)(uint16_t)(block.step | (block.zero_flag ? 0x8000 : 0));
+}
+
+// Maximum, lane minima and presence of zeros of a block, gathered piece by piece.
+class LogStatistics {
+  public:
+    explicit LogStatistics(int64_t block_length) {
+        lanes_ = block_length / 16 < 8 ? (int)(block_length / 16) : 8;
+        if (lanes_ < 1) lanes_ = 1;
+        for (uint32_t& m : minima_) m = kNone;
+    }
+
+    // The next n numbers; all pieces but the last have a multiple of 16.
+    void add(const float* x, int n) {
+        const bool regular = n % kWidth == 0 && kWidth % lanes_ == 0;
+        regular ? add_regular(x, n) : add_irregular(x, n);
+    }
+
+    LogBlock finish(const MlStorage& s) const {
+        uint32_t top = (top_ + 0xFFFFu) & ~0xFFFFu;
+        if (top > kBf16Max) top = kBf16Max;
+        LogBlock block;
+        block.top = (int32_t)top;
+        block.zero_flag = has_zero_ && top > 0;
+        const uint32_t intervals = (uint32_t)((1 << s.bits) - 1 - block.zero_flag) << kStepUnit;
+        const uint32_t low = low_bits(s.low_rank);
+        const uint32_t range = top > low ? top - low : 0;
+        const uint32_t step = (uint32_t)(((uint64_t)range + intervals - 1) / intervals);
+        block.step = (int32_t)(step < 1 ? 1 : step > 0x7FFF ? 0x7FFF : step);
+        return block;
+    }
+
+  private:
+    static constexpr int kWidth = 16;            // a multiple of every regular number of lanes
+    static constexpr uint32_t kNone = 0xFFFFFFFFu;  // minima are kept as bits - 1, so that a zero counts as none
+
+    void add_regular(const float* x, int n) {
+        constexpr int kVectors = kWidth / kLanes;
+        vu minima[kVectors];
+        vi top{};
+        for (int k = 0; k < kVectors; ++k) minima[k] = splat(kNone);
+        vi no_zero = splat(-1);
+        for (int e = 0; e < n; e += kWidth)
+            for (int k = 0; k < kVectors; ++k) {
+                const vi b = load<vi>(x + e + k * kLanes);
+                top = max(top, b);
+                minima[k] = min(minima[k], (vu)b - 1u);
+                no_zero &= b != 0;
+            }
+        for (int i = 0; i < kLanes; ++i) top_ = (uint32_t)top[i] > top_ ? (uint32_t)top[i] : top_;
+        has_zero_ |= !all(no_zero);
+        for (int k = 0; k < kVectors; ++k)
+            for (int i = 0; i < kLanes; ++i) {
+                uint32_t& m = minima_[(k * kLanes + i) % lanes_];
+                m = minima[k][i] < m ? minima[k][i] : m;
+            }
+    }
+
+    void add_irregular(const float* x, int n) {
+        for (int e = 0; e < n; ++e) {
+            const uint32_t b = bits(x[e]);
+            top_ = b > top_ ? b : top_;
+            has_zero_ |= b == 0;
+            uint32_t& m = minima_[e % lanes_];
+            m = b - 1 < m ? b - 1 : m;
+        }
+    }
+
+    // Bits of the lowest level: of the lanes that hold a positive number, the one of the given rank out of 0 ... 7.
+    uint32_t low_bits(int rank) const {
+        uint32_t sorted[8];
+        int found = 0;
+        for (int i = 0; i < lanes_; ++i) {
+            if (minima_[i] == kNone) continue;
+            int at = found++;
+            for (; at > 0 && sorted[at - 1] > minima_[i]; --at) sorted[at] = sorted[at - 1];
+            sorted[at] = minima_[i];
+        }
+        return found ? sorted[(found - 1) * rank / 7] + 1 : 0;
+    }
+
+    int lanes_;
+    uint32_t top_ = 0;
+    bool has_zero_ = false;
+    uint32_t minima_[8];
+};
+
+class LogGrid {
+  public:
+    LogGrid(const LogBlock& block, int bits)
+        : top_(splat(block.top)),
+          step_(splat(block.step << kStepUnit)),
+          units_(splat((uint32_t)block.step)),
+          reciprocal_(splat(1.0f / (float)block.step)),
+          last_((1 << bits) - 1 - block.zero_flag),
+          zero_code_(block.zero_flag ? (1 << bits) - 1 : 0),
+          zero_flag_(block.zero_flag) {}
+
+    template <int kRounding>
+    vi encode(vf x, vu words) const {
+        const vi depth = max(top_ - bits(x), vi{});
+        vi code;
+        if (kRounding == ML_NEAREST) {
+            code = steps_in((vu)depth + (units_ << (kStepUnit - 1)));
+        } else if (kRounding == ML_STOCHASTIC_LOG) {
+            code = steps_in((vu)depth + ((dither(words) * units_) >> 3));  // u * step / 2^16
+        } else {
+            code = steps_in((vu)depth);
+            const vi upper_bits = below_top(code);
+            const vf upper = from_bits(max(upper_bits, vi{})), lower = from_bits(max(upper_bits - step_, vi{}));
+            code -= x - lower <= threshold(words) * (upper - lower);
+        }
+        code = min(code, splat(last_));
+        return select(bits(x) > 0, code, splat(zero_code_));
+    }
+
+    vf level(vi code) const {
+        const vi b = max(below_top(code), vi{});
+        return from_bits(zero_flag_ ? select(code == zero_code_, vi{}, b) : b);
+    }
+
+  private:
+    // Modulo 2^32, which is right because the true value is above -2^31.
+    vi below_top(vi code) const { return (vi)((vu)top_ - (vu)code * (vu)step_); }
+
+    // distance / step: a = distance / 2^13 has at most 19 bits and (a + 1/2) / units stays 2^-20 (relative) away from
+    // every integer, which the two roundings of the product cannot bridge.
+    vi steps_in(vu distance) const {
+        return to_int((to_float((vi)(distance >> kStepUnit)) + 0.5f) * reciprocal_);
+    }
+
+    vi top_, step_;
+    vu units_;
+    vf reciprocal_;
+    int32_t last_, zero_code_;
+    bool zero_flag_;
+};
+
+}  // namespace MASTERLESS_ISA
+}  // namespace masterless

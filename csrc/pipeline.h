@@ -1,0 +1,240 @@
+// The step of one parameter, span by span: decode, rule, round the weight, inject the error, encode.
+//
+// Contract, as in `reference.py`:
+//   * A tile (whole chunks and whole blocks of a row) with a gradient that is not finite keeps every byte it had.
+//   * A tile normally fits into the buffers and is read once. A row that is one tile and longer than a buffer is walked
+//     several times instead: to know its scales first, then to store it. The result is the same.
+//   * Working memory is `Workspace`, one a thread, whatever the size of the parameter.
+#pragma once
+
+#include "codec.h"
+#include "rules.h"
+
+namespace masterless {
+inline namespace MASTERLESS_ISA {
+
+constexpr int kMaxSpan = 8192;  // elements in the buffers at once
+constexpr int kSpan = 1024;     // elements that are taken together when tiles are short: they stay in the L1 cache
+constexpr int kMaxBlocks = kMaxSpan / 32;
+
+struct Workspace {
+    // The odd sizes keep buffers from falling on the same cache sets.
+    alignas(64) float g[kMaxSpan + 16];
+    alignas(64) float w[kMaxSpan + 48];
+    alignas(64) float m[kMaxSpan + 80];
+    alignas(64) float v[kMaxSpan + 112];
+    alignas(64) float unit[kMaxSpan + 144];
+    alignas(64) uint8_t visible[2 * kMaxSpan + 64];
+    alignas(64) uint8_t hidden[kMaxSpan + 64];
+    Metadata blocks[kMaxBlocks];
+
+    Codes codes() { return {visible, hidden}; }
+};
+
+// Metadata that is known before a span is encoded, because its block is longer than the span.
+struct Known {
+    const Metadata* weight = nullptr;
+    const Metadata* first = nullptr;
+    const Metadata* second = nullptr;
+};
+
+class Pipeline {
+  public:
+    // `weight_scale`: the scale of a weight that has only one, once it is known. `mean_rows`: of factored second
+    // moments, the mean of the row factors of every matrix.
+    Pipeline(MlTask& task, Workspace& work, const Metadata* weight_scale, const float* mean_rows)
+        : t_(task), b_(work), weight_scale_(weight_scale), mean_rows_(mean_rows),
+          has_first_(task.first.kind != ML_NONE), inject_(task.inject_error && task.first.kind != ML_NONE),
+          rule_(rule_function(task.rule, has_first_)) {}
+
+    static int64_t unit_length(const MlTask& t) { return t.tile > kSpan ? t.tile : kSpan; }
+
+    Span span(int64_t row, int64_t col, int64_t n) const {
+        const int64_t chunks_per_row = (t_.cols + kChunk - 1) / kChunk;
+        return {row, col, (int)n, (uint64_t)((t_.first_row + row) * chunks_per_row + col / kChunk)};
+    }
+
+    // Steps `n` elements from a tile's start: some whole tiles, or a single long one. Returns the bad gradients.
+    int64_t step(int64_t row, int64_t col, int64_t n) {
+        if (n > kMaxSpan) return step_long(row, col, n);
+        const Span s = span(row, col, n);
+        if (load_gradient(s)) {
+            target(s);
+            finish(s, Known{weight_scale_});
+            return 0;
+        }
+        if (n <= t_.tile) return count_bad(s.n);
+        int64_t bad = 0;
+        for (int64_t e = 0; e < n; e += t_.tile) bad += step(row, col + e, n - e < t_.tile ? n - e : t_.tile);
+        return bad;
+    }
+
+    // The gradient as stored; false if an element or its square is not finite.
+    bool load_gradient(const Span& s) {
+        const int64_t at = s.row * t_.cols + s.col;
+        if (t_.grad_is_bf16)
+            widen_floats(b_.g, (const uint16_t*)t_.grad + at, s.n);
+        else
+            copy_floats(b_.g, (const float*)t_.grad + at, s.n);
+        for (int e = s.n; e % kLanes; ++e) b_.g[e] = 0.0f;
+        vi finite = splat(-1);
+        for (int e = 0; e < s.n; e += kLanes) finite &= is_finite_square(load<vf>(b_.g + e));
+        return all(finite);
+    }
+
+    // Elements of the loaded gradient that are not finite, or whose square is not.
+    int64_t count_bad(int n) const {
+        int64_t bad = 0;
+        for (int e = 0; e < n; ++e) bad += !(b_.g[e] * b_.g[e] <= 3.402823466e+38f);
+        return bad;
+    }
+
+    void decode_weight(const Span& s) { decode(t_.weight, t_.cols, s, b_.codes(), b_.w); }
+
+    // From the loaded gradient: buffer w becomes the target W~, m and v the new moments.
+    void target(const Span& s) {
+        decode_weight(s);
+        if (has_first_) decode(t_.first, t_.cols, s, b_.codes(), b_.m);
+        decode_second(s);
+        rule_(t_, s.n, {b_.g, b_.w, b_.m, b_.v, b_.unit});
+        for (int e = s.n; e % kLanes; ++e) b_.w[e] = b_.m[e] = b_.v[e] = 0.0f;
+    }
+
+    void decode_second(const Span& s) {
+        if (t_.second.kind == ML_FACTORED)
+            factored_estimate(s);
+        else if (t_.second.kind != ML_NONE)
+            decode(t_.second, t_.cols, s, b_.codes(), b_.v);
+    }
+
+    const Workspace& buffers() const { return b_; }
+
+  private:
+    static vi is_finite_square(vf g) { return g * g <= 3.402823466e+38f; }
+
+    // row_i / mean(row) * col_j
+    void factored_estimate(const Span& s) {
+        const int64_t matrix = s.row / t_.matrix_rows;
+        const float mean = mean_rows_[matrix], ratio = mean > 0.0f ? t_.second.row[s.row] / mean : 0.0f;
+        const float* col = t_.second.col + matrix * t_.cols + s.col;
+        for (int e = 0; e < s.n; ++e) b_.v[e] = ratio * col[e];
+        for (int e = s.n; e % kLanes; ++e) b_.v[e] = 0.0f;
+    }
+
+    // Rounds and stores the target and the new moments.
+    void finish(const Span& s, const Known& known) {
+        round_weight(s, known.weight, false);
+        if (has_first_) store_moment(t_.first, s, b_.m, known.first);
+        if (t_.second.kind != ML_NONE && t_.second.kind != ML_FACTORED) store_moment(t_.second, s, b_.v, known.second);
+    }
+
+    // Stores the target (unless `dry`), and injects what rounding lost into the first moment.
+    void round_weight(const Span& s, const Metadata* known, bool dry) {
+        const MlStorage& weight = t_.weight;
+        const Metadata* blocks = known ? known : weight_blocks(s);
+        float* decoded = inject_ ? b_.g : nullptr;  // the gradient is spent
+        encode(weight, t_.cols, s, b_.w, blocks, b_.codes(), decoded, dry);
+        if (is_scaled(weight) && !known) {
+            const int64_t first = metadata_index(weight, s);
+            for (int k = 0; k < block_count(weight, s.n); ++k) write_metadata(weight, first + k, blocks[k]);
+        }
+        if (!inject_) return;
+        for (int e = 0; e < s.n; e += kLanes) {
+            const vf error = load<vf>(b_.w + e) - load<vf>(decoded + e);
+            store(b_.m + e, load<vf>(b_.m + e) + error * load<vf>(b_.unit + e));
+        }
+        for (int e = s.n; e % kLanes; ++e) b_.m[e] = 0.0f;
+    }
+
+    // The weight's scales under its policy.
+    const Metadata* weight_blocks(const Span& s) {
+        const MlStorage& weight = t_.weight;
+        if (!is_scaled(weight)) return nullptr;
+        const int64_t first = metadata_index(weight, s);
+        for (int k = 0; k < block_count(weight, s.n); ++k) {
+            const int start = (int)(k * weight.block);
+            const int64_t length = s.n - start < weight.block ? s.n - start : weight.block;
+            b_.blocks[k].scale = next_scale(weight, t_.recompute_scale, absmax(b_.w + start, (int)length),
+                                            read_scale(weight, first + k));
+        }
+        return b_.blocks;
+    }
+
+    void store_moment(const MlStorage& moment, const Span& s, const float* x, const Metadata* known) {
+        const Metadata* blocks = known;
+        if (!known && is_scaled(moment)) {
+            const int64_t first = metadata_index(moment, s);
+            for (int k = 0; k < block_count(moment, s.n); ++k) {
+                const int start = (int)(k * moment.block);
+                const int length = (int)(s.n - start < moment.block ? s.n - start : moment.block);
+                Summary summary(moment, length);
+                summary.add(x + start, length);
+                b_.blocks[k] = summary.fresh();
+                write_metadata(moment, first + k, b_.blocks[k]);
+            }
+            blocks = b_.blocks;
+        }
+        encode(moment, t_.cols, s, x, blocks, b_.codes(), nullptr);
+    }
+
+    // --- a row that is one tile and does not fit into the buffers ---------------------------------------------
+
+    template <class F>
+    void for_each_part(int64_t row, int64_t col, int64_t n, F&& f) {
+        for (int64_t e = 0; e < n; e += kMaxSpan) f(span(row, col + e, n - e < kMaxSpan ? n - e : kMaxSpan));
+    }
+
+    static bool is_long(const MlStorage& s) { return is_scaled(s) && s.block > kMaxSpan; }
+
+    int64_t step_long(int64_t row, int64_t col, int64_t n) {
+        int64_t bad = 0;
+        for_each_part(row, col, n, [&](const Span& s) { bad += load_gradient(s) ? 0 : count_bad(s.n); });
+        if (bad) return bad;
+
+        Metadata weight, first, second;
+        Known known{weight_scale_};
+        if (!known.weight && is_long(t_.weight)) {
+            Summary summary(t_.weight, n);
+            for_each_part(row, col, n, [&](const Span& s) { retarget(s), summary.add(b_.w, s.n); });
+            const float held = read_scale(t_.weight, row * t_.weight.blocks_per_row);
+            weight.scale = next_scale(t_.weight, t_.recompute_scale, summary.largest(), held);
+            known.weight = &weight;
+        }
+        if (is_long(t_.first) || is_long(t_.second)) {
+            Summary of_first(t_.first, n), of_second(t_.second, n);
+            for_each_part(row, col, n, [&](const Span& s) {
+                retarget(s);
+                round_weight_dry(s, known.weight);
+                if (is_long(t_.first)) of_first.add(b_.m, s.n);
+                if (is_long(t_.second)) of_second.add(b_.v, s.n);
+            });
+            if (is_long(t_.first)) first = of_first.fresh(), known.first = &first;
+            if (is_long(t_.second)) second = of_second.fresh(), known.second = &second;
+        }
+        for_each_part(row, col, n, [&](const Span& s) { retarget(s), finish(s, known); });
+        // Written last: until here the row was decoded under the metadata it had.
+        if (known.weight == &weight) write_metadata(t_.weight, row, weight);
+        if (known.first) write_metadata(t_.first, row, first);
+        if (known.second) write_metadata(t_.second, row, second);
+        return 0;
+    }
+
+    void retarget(const Span& s) {
+        load_gradient(s);
+        target(s);
+    }
+
+    void round_weight_dry(const Span& s, const Metadata* known) {
+        round_weight(s, known ? known : weight_blocks(s), true);
+    }
+
+    MlTask& t_;
+    Workspace& b_;
+    const Metadata* weight_scale_;
+    const float* mean_rows_;
+    const bool has_first_, inject_;
+    const RuleFunction rule_;
+};
+
+}  // namespace MASTERLESS_ISA
+}  // namespace masterless

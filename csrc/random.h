@@ -1,0 +1,43 @@
+// Random bits as a pure function of a counter: `rounding.dither` of the specification.
+//
+// Contract: element e of chunk c gets the upper 16 bits of mix(a + e * W) + b, where (a, b) are the two halves of
+// SplitMix64(key, c). No state, so threads, shards and order do not show.
+#pragma once
+
+#include "simd.h"
+
+namespace masterless {
+inline namespace MASTERLESS_ISA {
+
+constexpr int kChunk = 128;  // elements packed together, and numbered together by the random bits
+constexpr uint32_t kWeyl = 0x9E3779B9u;
+
+struct ChunkRandom {
+    uint32_t a, b;
+
+    ChunkRandom(uint64_t key, uint64_t chunk) {
+        uint64_t z = key + (chunk + 1) * 0x9E3779B97F4A7C15u;
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+        z ^= z >> 31;
+        a = (uint32_t)z;
+        b = (uint32_t)(z >> 32);
+    }
+
+    // 32 random bits, of which the upper 16 are used, for elements `e ... e + kLanes - 1` of the chunk.
+    vu words(int e) const {
+        vu x = (a + (uint32_t)e * kWeyl) + (vu)lane_numbers() * kWeyl;
+        return (x ^ (x >> 16)) * 0x85EBCA6Bu + b;
+    }
+};
+
+// Integers below 2^16.
+inline vu dither(vu words) { return words >> 16; }
+
+// (u + 1/2) / 2^16, exact: u becomes the upper mantissa bits of a float in [1, 2).
+inline vf threshold(vu words) {
+    return from_bits((vi)(((words >> 9) & 0x7FFF80u) | 0x3F800040u)) - 1.0f;
+}
+
+}  // namespace MASTERLESS_ISA
+}  // namespace masterless

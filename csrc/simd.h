@@ -1,0 +1,146 @@
+// Vectors of the instruction set this file is compiled for, through the GCC/Clang vector extensions.
+//
+// Contract:
+//   * The only file with intrinsics, and each has a portable twin with the same result to the bit.
+//   * Every function is correctly rounded or exact; nothing here depends on the number of lanes.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace masterless {
+inline namespace MASTERLESS_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * kLanes)));
+typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t vb __attribute__((vector_size(kLanes)));
+
+template <class V, class T>
+inline V load(const T* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+template <class V, class T>
+inline void store(T* p, V v) {
+    std::memcpy(p, &v, sizeof v);
+}
+
+inline vf splat(float x) { return x - vf{}; }  // x - (+0) is x, also for x = -0
+inline vi splat(int32_t x) { return x - vi{}; }
+inline vu splat(uint32_t x) { return x - vu{}; }
+
+inline vi bits(vf x) { return (vi)x; }
+inline vf from_bits(vi x) { return (vf)x; }
+inline uint32_t bits(float x) {
+    uint32_t b;
+    std::memcpy(&b, &x, sizeof b);
+    return b;
+}
+inline float from_bits(uint32_t b) {
+    float x;
+    std::memcpy(&x, &b, sizeof x);
+    return x;
+}
+
+inline vf to_float(vi x) { return __builtin_convertvector(x, vf); }
+inline vi to_int(vf x) { return __builtin_convertvector(x, vi); }  // truncates
+inline vi widen(vb x) { return __builtin_convertvector(x, vi); }
+inline vb narrow(vi x) { return __builtin_convertvector(x, vb); }
+
+// bf16 to fp32 is exact; the way back keeps the upper half.
+inline vf widen_bf16(vh x) { return from_bits((vi)(__builtin_convertvector(x, vu) << 16)); }
+inline vh upper_half(vi x) { return __builtin_convertvector((vu)x >> 16, vh); }
+
+inline vi lane_numbers() {
+    vi v;
+    for (int i = 0; i < kLanes; ++i) v[i] = i;
+    return v;
+}
+
+inline vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
+inline vi select(vi mask, vi yes, vi no) { return mask ? yes : no; }
+
+inline vi min(vi a, vi b) { return a < b ? a : b; }
+inline vi max(vi a, vi b) { return a > b ? a : b; }
+inline vu min(vu a, vu b) { return a < b ? a : b; }
+
+inline vf magnitude(vf x) { return from_bits(bits(x) & 0x7FFFFFFF); }
+
+#if defined(__AVX512F__)
+inline vf min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+inline vf max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+inline vf sqrt(vf x) { return (vf)_mm512_sqrt_ps((__m512)x); }
+inline vf floor(vf x) { return (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+inline vf round_even(vf x) {
+    return (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+inline vf gather(const float* table, vi index) { return (vf)_mm512_i32gather_ps((__m512i)index, table, 4); }
+#define MASTERLESS_HAS_FMA 1
+inline vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+inline float horizontal_max(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+inline bool all(vi mask) { return _mm512_movepi32_mask((__m512i)mask) == 0xFFFF; }
+#elif defined(__AVX2__)
+inline vf min(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+inline vf max(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+inline vf sqrt(vf x) { return (vf)_mm256_sqrt_ps((__m256)x); }
+inline vf floor(vf x) { return (vf)_mm256_floor_ps((__m256)x); }
+inline vf round_even(vf x) { return (vf)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline vf gather(const float* table, vi index) { return (vf)_mm256_i32gather_ps(table, (__m256i)index, 4); }
+#define MASTERLESS_HAS_FMA 1
+inline vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+inline float horizontal_max(vf x) {
+    __m128 m = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+    return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+}
+inline bool all(vi mask) { return _mm256_movemask_ps((__m256)mask) == 0xFF; }
+#else
+inline vf min(vf a, vf b) { return a < b ? a : b; }
+inline vf max(vf a, vf b) { return a > b ? a : b; }
+inline vf sqrt(vf x) {
+    for (int i = 0; i < kLanes; ++i) x[i] = __builtin_sqrtf(x[i]);
+    return x;
+}
+inline vf floor(vf x) {
+    for (int i = 0; i < kLanes; ++i) x[i] = __builtin_floorf(x[i]);
+    return x;
+}
+inline vf round_even(vf x) {
+    for (int i = 0; i < kLanes; ++i) x[i] = __builtin_nearbyintf(x[i]);
+    return x;
+}
+inline vf gather(const float* table, vi index) {
+    vf v;
+    for (int i = 0; i < kLanes; ++i) v[i] = table[index[i]];
+    return v;
+}
+inline float horizontal_max(vf x) {
+    float m = x[0];
+    for (int i = 1; i < kLanes; ++i) m = x[i] > m ? x[i] : m;
+    return m;
+}
+inline bool all(vi mask) {
+    int32_t together = -1;
+    for (int i = 0; i < kLanes; ++i) together &= mask[i];
+    return together == -1;
+}
+#endif
+
+}  // namespace MASTERLESS_ISA
+}  // namespace masterless

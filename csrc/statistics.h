@@ -1,0 +1,268 @@
+// What needs a whole parameter before any of it moves: non-finite gradients of an indivisible parameter, factored second
+// moments, Adafactor's step size, and the scale of a weight that has only one.
+//
+// Contract:
+//   * Sums are exact (`storage.exact_sum`): summands are rounded to integers in units of a power of two chosen
+//     from the largest one, and fp64 adds these without error; threads may add in any order.
+//   * The work is a list of phases; within a phase items are independent, between phases all threads meet.
+#pragma once
+
+#include <atomic>
+#include <cmath>
+#include <memory>
+
+#include "pipeline.h"
+
+namespace masterless {
+inline namespace MASTERLESS_ISA {
+
+constexpr int64_t kGrain = 16384;  // elements of one item of work, about
+
+// The largest of many non-negative floats, whose bits have the same order.
+class SharedPeak {
+  public:
+    void raise(float x) {
+        const uint32_t b = bits(x);
+        uint32_t old = bits_.load(std::memory_order_relaxed);
+        while (old < b && !bits_.compare_exchange_weak(old, b, std::memory_order_relaxed)) {
+        }
+    }
+    float value() const { return from_bits(bits_.load(std::memory_order_relaxed)); }
+
+  private:
+    std::atomic<uint32_t> bits_{0};
+};
+
+// Statistics of one parameter; empty for the ordinary ones.
+struct Statistics {
+    MlTask* task = nullptr;
+    std::atomic<int64_t> bad{0};
+    int64_t matrices = 0;
+    std::unique_ptr<SharedPeak[]> gradient_peak;  // of every matrix; factored second moments
+    std::unique_ptr<float[]> mean_rows;           // of every matrix; factored second moments
+    SharedPeak weight_peak, update_peak, target_peak;
+    std::atomic<int64_t> weight_sum{0}, update_sum{0};  // of squares, in units of the peaks
+    Metadata weight_scale;
+
+    void open(MlTask& t) {
+        task = &t;
+        if (!needed() || !factored()) return;
+        matrices = t.rows / t.matrix_rows;
+        gradient_peak.reset(new SharedPeak[(size_t)matrices]);
+        mean_rows.reset(new float[(size_t)matrices]);
+    }
+
+    bool needed() const { return task->indivisible && task->rows > 0 && task->cols > 0; }
+    bool stopped() const { return bad.load(std::memory_order_relaxed) != 0; }
+    bool factored() const { return task->second.kind == ML_FACTORED; }
+    bool adafactor() const { return task->rule == ML_ADAFACTOR; }
+    bool one_scale() const { return is_scaled(task->weight) && task->weight.per_tensor; }
+
+    int64_t rows_per_item() const { return task->cols < kGrain ? kGrain / task->cols : 1; }
+    int64_t row_items() const { return (task->rows + rows_per_item() - 1) / rows_per_item(); }
+    Pipeline pipeline(Workspace& work) { return Pipeline(*task, work, nullptr, mean_rows.get()); }
+
+    // Calls f(pipeline, span) for all spans of an item's rows.
+    template <class F>
+    void for_each_span(int64_t item, Workspace& work, F&& f) {
+        const int64_t first = item * rows_per_item(), last = first + rows_per_item();
+        Pipeline p = pipeline(work);
+        for (int64_t row = first; row < last && row < task->rows; ++row)
+            for (int64_t col = 0; col < task->cols; col += kSpan)
+                f(p, p.span(row, col, task->cols - col < kSpan ? task->cols - col : kSpan));
+    }
+};
+
+// --- exact sums ---------------------------------------------------------------------------------------------
+
+struct SumUnit {
+    double unit, inverse;
+
+    SumUnit(double peak, int64_t count) {
+        int exponent, count_bits = 0;
+        std::frexp(peak, &exponent);
+        while (((count > 1 ? count - 1 : 0) >> count_bits) != 0) ++count_bits;
+        unit = std::ldexp(1.0, exponent - (52 - count_bits));
+        inverse = std::ldexp(1.0, (52 - count_bits) - exponent);
+    }
+
+    // A summand below 2^52 units, rounded to a whole number of them.
+    double whole(double x) const { return (x * inverse + 0x1p52) - 0x1p52; }
+};
+
+inline double sum_of_squares(const float* x, int n, const SumUnit& unit) {
+    double sums[8] = {};
+    int e = 0;
+    for (; e + 8 <= n; e += 8)
+        for (int i = 0; i < 8; ++i) sums[i] += unit.whole((double)x[e + i] * (double)x[e + i]);
+    for (; e < n; ++e) sums[0] += unit.whole((double)x[e] * (double)x[e]);
+    for (int i = 1; i < 8; ++i) sums[0] += sums[i];
+    return sums[0];
+}
+
+inline double square(float x) { return (double)x * (double)x; }
+
+// --- steps shared by the phases -----------------------------------------------------------------------------
+
+// Buffer g becomes the gradient to descend on, buffer w the weight if it is needed.
+inline void load_descent_gradient(const MlTask& t, Pipeline& p, Workspace& work, const Span& s, bool need_weight) {
+    p.load_gradient(s);
+    if (t.has_l2 || need_weight) p.decode_weight(s);
+    for (int e = 0; e < s.n; e += kLanes)
+        store(work.g + e, descent_gradient(load<vf>(work.g + e), t.has_l2 ? load<vf>(work.w + e) : vf{},
+                                           t.maximize ? -1.0f : 1.0f, t.has_l2, t.l2));
+}
+
+// Buffer g becomes Adafactor's update before clipping, buffer w the weight.
+inline void load_adafactor_update(const MlTask& t, Pipeline& p, Workspace& work, const Span& s) {
+    load_descent_gradient(t, p, work, s, true);
+    p.decode_second(s);
+    const Scalars c(t);
+    for (int e = 0; e < s.n; e += kLanes) {
+        const SecondMoment second{load<vf>(work.v + e), t.second.kind == ML_FACTORED, c};
+        const Update u = Adafactor::step<false>(load<vf>(work.g + e), vf{}, second, c);
+        store(work.g + e, u.direction / u.denominator);
+    }
+    for (int e = s.n; e % kLanes; ++e) work.g[e] = 0.0f;
+}
+
+inline SumUnit factored_unit(const Statistics& x, int64_t matrix) {
+    const int64_t rows = x.task->matrix_rows, cols = x.task->cols;
+    return SumUnit(square(x.gradient_peak[(size_t)matrix].value()), rows > cols ? rows : cols);
+}
+
+inline SumUnit weight_unit(const Statistics& x) {
+    return SumUnit(square(x.weight_peak.value()), x.task->rows * x.task->cols);
+}
+
+inline SumUnit update_unit(const Statistics& x) {
+    return SumUnit(square(x.update_peak.value()), x.task->rows * x.task->cols);
+}
+
+// --- the phases ---------------------------------------------------------------------------------------------
+
+struct Phase {
+    bool (*applies)(const Statistics&);
+    int64_t (*items)(const Statistics&);
+    void (*run)(Statistics&, int64_t item, Workspace&);
+    void (*close)(Statistics&);  // by one thread, after all items
+};
+
+inline int64_t row_items(const Statistics& x) { return x.row_items(); }
+inline void nothing(Statistics&) {}
+
+inline void survey(Statistics& x, int64_t item, Workspace& work) {
+    x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
+        if (!p.load_gradient(s)) x.bad += p.count_bad(s.n);
+        if (!x.factored() && !x.adafactor()) return;
+        load_descent_gradient(*x.task, p, work, s, x.adafactor());
+        if (x.factored()) x.gradient_peak[(size_t)(s.row / x.task->matrix_rows)].raise(absmax(work.g, s.n));
+        if (x.adafactor()) x.weight_peak.raise(absmax(work.w, s.n));
+    });
+}
+
+inline void factored_rows(Statistics& x, int64_t item, Workspace& work) {
+    MlTask& t = *x.task;
+    double sum = 0.0;
+    x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
+        const SumUnit unit = factored_unit(x, s.row / t.matrix_rows);
+        load_descent_gradient(t, p, work, s, false);
+        sum = (s.col == 0 ? 0.0 : sum) + sum_of_squares(work.g, s.n, unit);
+        if (s.col + s.n < t.cols) return;
+        float& row = t.second.row[s.row];
+        row = row * t.keep2 + (float)(sum * unit.unit / (double)t.cols) * t.rate2;
+    });
+}
+
+inline int64_t column_strips(const Statistics& x) { return (x.task->cols + kSpan - 1) / kSpan; }
+inline int64_t column_items(const Statistics& x) { return x.matrices * column_strips(x); }
+
+inline void factored_columns(Statistics& x, int64_t item, Workspace& work) {
+    MlTask& t = *x.task;
+    const int64_t matrix = item / column_strips(x), col = item % column_strips(x) * kSpan;
+    const int n = (int)(t.cols - col < kSpan ? t.cols - col : kSpan);
+    const SumUnit unit = factored_unit(x, matrix);
+    double sums[kSpan] = {};
+    Pipeline p = x.pipeline(work);
+    for (int64_t i = 0; i < t.matrix_rows; ++i) {
+        load_descent_gradient(t, p, work, p.span(matrix * t.matrix_rows + i, col, n), false);
+        for (int e = 0; e < n; ++e) sums[e] += unit.whole((double)work.g[e] * (double)work.g[e]);
+    }
+    float* out = t.second.col + matrix * t.cols + col;
+    for (int e = 0; e < n; ++e)
+        out[e] = out[e] * t.keep2 + (float)(sums[e] * unit.unit / (double)t.matrix_rows) * t.rate2;
+}
+
+inline int64_t matrix_items(const Statistics& x) { return x.matrices; }
+
+inline void factored_means(Statistics& x, int64_t matrix, Workspace&) {
+    const int64_t rows = x.task->matrix_rows;
+    const float* row = x.task->second.row + matrix * rows;
+    double peak = 0.0, sum = 0.0;
+    for (int64_t i = 0; i < rows; ++i) peak = (double)row[i] > peak ? (double)row[i] : peak;
+    const SumUnit unit(peak, rows);
+    for (int64_t i = 0; i < rows; ++i) sum += unit.whole((double)row[i]);
+    x.mean_rows[(size_t)matrix] = (float)(sum * unit.unit / (double)rows);
+}
+
+inline void adafactor_peak(Statistics& x, int64_t item, Workspace& work) {
+    const SumUnit unit = weight_unit(x);
+    x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
+        load_adafactor_update(*x.task, p, work, s);
+        x.update_peak.raise(absmax(work.g, s.n));
+        x.weight_sum += (int64_t)sum_of_squares(work.w, s.n, unit);
+    });
+}
+
+inline void adafactor_sum(Statistics& x, int64_t item, Workspace& work) {
+    const SumUnit unit = update_unit(x);
+    x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
+        load_adafactor_update(*x.task, p, work, s);
+        x.update_sum += (int64_t)sum_of_squares(work.g, s.n, unit);
+    });
+}
+
+// The step is relative to the weight's RMS, and an update whose RMS exceeds a threshold is scaled down.
+inline void adafactor_close(Statistics& x) {
+    MlTask& t = *x.task;
+    const double count = (double)(t.rows * t.cols);
+    const double rms_weight = std::sqrt((double)x.weight_sum.load() * weight_unit(x).unit / count);
+    const double rms_update = std::sqrt((double)x.update_sum.load() * update_unit(x).unit / count);
+    const double alpha = std::fmax(t.adafactor_min_rms, rms_weight) * t.adafactor_step_size;
+    const double clip = 1.0 / std::fmax(1.0, rms_update / t.adafactor_clip_threshold);
+    t.step_size = (float)(t.adafactor_without_buffer ? alpha * clip : alpha);
+    t.clip = (float)clip;
+    t.inject = (float)(alpha != 0.0 ? t.adafactor_inject / alpha : 0.0);
+}
+
+inline void target_peak(Statistics& x, int64_t item, Workspace& work) {
+    x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
+        p.load_gradient(s);
+        p.target(s);
+        x.target_peak.raise(absmax(work.w, s.n));
+    });
+}
+
+inline void one_scale_close(Statistics& x) {
+    const MlStorage& weight = x.task->weight;
+    x.weight_scale.scale =
+        next_scale(weight, x.task->recompute_scale, x.target_peak.value(), read_scale(weight, 0));
+}
+
+inline bool always(const Statistics&) { return true; }
+inline bool is_factored(const Statistics& x) { return x.factored(); }
+inline bool is_adafactor(const Statistics& x) { return x.adafactor(); }
+inline bool has_one_scale(const Statistics& x) { return x.one_scale(); }
+
+constexpr Phase kPhases[] = {
+    {always, row_items, survey, nothing},
+    {is_factored, row_items, factored_rows, nothing},
+    {is_factored, column_items, factored_columns, nothing},
+    {is_factored, matrix_items, factored_means, nothing},
+    {is_adafactor, row_items, adafactor_peak, nothing},
+    {is_adafactor, row_items, adafactor_sum, adafactor_close},
+    {has_one_scale, row_items, target_peak, one_scale_close},
+};
+
+}  // namespace MASTERLESS_ISA
+}  // namespace masterless

@@ -1,0 +1,255 @@
+"""The compiled kernel against the specification: every stored byte, over formats, rules, roundings, shapes, threads."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import kernel_cases
+import pytest
+import torch
+from kernel_cases import FIRSTS, GRADIENTS, SECONDS, SHAPES, WEIGHTS, Case, build, check, copy, differences
+
+from masterless import kernels
+from masterless.formats import parse
+from masterless.kernels import cpu
+from masterless.reference import Task
+from masterless.rounding import ROUNDINGS
+from masterless.rules import RULES
+from masterless.storage import Storage
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"no compiled kernel: {kernels.describe().reason}")
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- each dimension by itself ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_weight_formats(weight):
+    check(
+        [
+            Case(weight=weight, weight_rounding=rounding, policy=policy, inject=inject, first="fp32", second="fp32")
+            for rounding in ("nearest", "stochastic")
+            for policy in ("held", "recompute")
+            for inject in (False, True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("first", FIRSTS)
+def test_first_moment_formats(first):
+    check([Case(first=first, second="fp32", rounding=r, inject=False, shape=(3, 300)) for r in ROUNDINGS[:2]])
+
+
+@pytest.mark.parametrize("second", SECONDS)
+def test_second_moment_formats(second):
+    check([Case(first="fp32", second=second, rounding=r, shape=(3, 4, 150)) for r in ROUNDINGS])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules(rule):
+    check(
+        [
+            Case(rule=rule, weight=weight, first=first, second=second, inject=first != "none" and rule != "lion", grad=grad)
+            for weight, grad in (("int4", torch.bfloat16), ("fp32", torch.float32), ("bf16", torch.bfloat16))
+            for first in ("int4", "none")
+            for second in ("log2", "factored")
+        ]
+    )
+
+
+@pytest.mark.parametrize("gradients", GRADIENTS)
+def test_unusual_gradients(gradients):
+    check(
+        [
+            Case(weight=weight, first=first, second=second, gradients=gradients, weight_size=size, rule=rule, lr=lr)
+            for weight, first, second in (("int4", "int4", "log2"), ("fp8:row", "int8", "log8"), ("fp32", "fp8", "ufp8"))
+            for size in (0.05, 1e-30, 1e30)
+            for rule, lr in (("adam", 0.01), ("sgd", 1e-5))
+        ]
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape):
+    check(
+        [
+            Case(weight=weight, first=first, second=second, shape=shape)
+            for weight, first, second in (
+                ("int4", "int4", "log2"),
+                ("int4+6:32", "int3:64", "log3:256"),
+                ("int8:tensor", "int6:row", "factored"),
+                ("fp8:row", "dynamic8", "log4:1024"),
+            )
+        ]
+    )
+
+
+@pytest.mark.parametrize("granularity", ["32", "64", "128", "256", "512", "1024", "row"])
+def test_granularities(granularity):
+    families = (("int4", "int4", "log2"), ("fp8", "dynamic4", "log8"), ("int4+2", "fp4", "ufp4"))
+    check([Case(*("adam", *(f"{f}:{granularity}" for f in formats)), shape=(2, 1300)) for formats in families])
+
+
+# --- all dimensions together ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_cases(seed):
+    rng = random.Random(seed)
+    check([kernel_cases.random_case(rng) for _ in range(14)])
+
+
+def test_many_steps():
+    check([Case(weight=w, first="int4", second="log2", steps=25) for w in ("int4", "fp8", "int4+4", "fp32")])
+
+
+# --- geometry -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", ["int4:row", "fp8:row", "fp32"])
+def test_rows_longer_than_the_buffers(weight):
+    check(
+        [
+            Case(weight=weight, first=first, second=second, shape=(2, 20_000), gradients=gradients, steps=2)
+            for first, second in (("int8:row", "log4:row"), ("int4", "log2:row"), ("dynamic4:row", "ufp8"))
+            for gradients in ("normal", "sparse")
+        ]
+    )
+
+
+def test_a_bad_gradient_in_a_long_row_keeps_the_whole_row():
+    check([Case(weight="int8:row", first="int8:row", shape=(3, 20_000), gradients="nan", steps=1)])
+
+
+def _shard(task: Task, start: int, stop: int) -> Task:
+    def cut(storage: Storage | None) -> Storage | None:
+        if storage is None:
+            return None
+        shape = (stop - start, *storage.shape[1:])
+        return Storage(storage.format, shape, {k: t[start:stop].clone() for k, t in storage.tensors.items()})
+
+    weight = cut(task.weight)
+    assert weight is not None
+    return kernel_cases.replace(
+        task, weight=weight, first=cut(task.first), second=cut(task.second), grad=task.grad[start:stop], first_row=start
+    )
+
+
+def test_shards_agree_with_the_whole():
+    case = Case(weight="int4", first="int4", second="log2", shape=(9, 300))
+    whole = kernel_cases.at_step(build(case), case, 1, build(case).grad)
+    shards = [_shard(whole, 0, 4), _shard(whole, 4, 9)]
+    cpu.step([whole])
+    cpu.step(shards)
+    for role in ("weight", "first", "second"):
+        for name, tensor in getattr(whole, role).tensors.items():
+            pieces = torch.cat([getattr(shard, role).tensors[name] for shard in shards])
+            assert torch.equal(pieces.view(torch.uint8), tensor.view(torch.uint8)), f"{role}.{name}"
+
+
+@pytest.mark.parametrize("weight", ["int4", "fp8:row", "int8:tensor", "fp32"])
+@pytest.mark.parametrize("second", ["log2", "factored"])
+def test_threads_do_not_show(weight, second):
+    rules = ("adam", "adafactor", "sgd")
+    cases = [Case(rule=r, weight=weight, first="int4", second=second, shape=(301, 515), steps=1) for r in rules]
+    tasks = [kernel_cases.at_step(build(c), c, 1, build(c).grad) for c in cases]
+    by_threads = {}
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        by_threads[threads] = [copy(task) for task in tasks]
+        cpu.step(by_threads[threads])
+    for one, two, five in zip(*by_threads.values(), strict=True):
+        assert not differences(one, two)
+        assert not differences(one, five)
+
+
+# --- what a bad gradient may touch, stated without the reference ------------------------------------------
+
+
+def test_a_bad_tile_keeps_every_byte_and_the_others_move():
+    case = Case(weight="int4", first="int4", second="log2", shape=(2, 384), gradients="normal", lr=0.3)
+    task = kernel_cases.at_step(build(case), case, 1, build(case).grad)
+    task.grad[0, 130] = float("nan")
+    task.grad[0, 131] = float("inf")
+    before = copy(task)
+    assert cpu.step([task]) == [2]
+    for role, bits in (("weight", 4), ("first", 4), ("second", 2)):
+        old, new = getattr(before, role).tensors, getattr(task, role).tensors
+        tile = slice(16 * bits, 32 * bits)  # bytes of the second chunk of 128 codes
+        assert torch.equal(old["codes"][0, tile], new["codes"][0, tile])
+        assert not torch.equal(old["codes"][1], new["codes"][1])
+        for name in set(new) - {"codes"}:
+            assert torch.equal(old[name][0, 1], new[name][0, 1])
+
+
+def test_an_empty_list_and_empty_tensors():
+    assert cpu.step([]) == []
+    assert cpu.step([build(Case(shape=(0,), second="fp32", first="fp32")), build(Case(shape=(0, 40), second="log2"))]) == [0, 0]
+
+
+# --- whole tensors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted({*WEIGHTS, *SECONDS} - {"factored"}))
+@pytest.mark.parametrize("visible", [True, False])
+def test_dequantize(name, visible):
+    fmt = parse(name)
+    x = torch.randn(7, 5, 210, generator=torch.Generator().manual_seed(1))
+    storage = Storage.zeros(fmt, x.shape).encode_(x if fmt.signed else x.abs())
+    expected = storage.decode(visible)
+    assert torch.equal(cpu.dequantize(storage, torch.float32, visible), expected)
+    assert torch.equal(cpu.dequantize(storage, torch.bfloat16, visible), expected.to(torch.bfloat16))
+
+
+def test_dequantize_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match=r"torch\.float64"):
+        cpu.dequantize(Storage.zeros(parse("int4"), (3, 64)), torch.float64)
+    with pytest.raises(ValueError, match="factored"):
+        cpu.dequantize(Storage.zeros(parse("factored"), (3, 64)))
+
+
+# --- the library ----------------------------------------------------------------------------------------
+
+
+def test_description_and_memory_of_a_thread():
+    description = kernels.describe()
+    assert description.available
+    assert description.instruction_set in ("avx512", "avx2", "portable")
+    assert kernels.load().ml_thread_bytes() < 1 << 20
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2"])
+def test_every_instruction_set_agrees(isa):
+    code = "import random, kernel_cases as k; r = random.Random(99); k.check([k.random_case(r) for _ in range(40)])"
+    paths = [str(Path(__file__).parent), *sys.path]
+    environment = {**os.environ, "MASTERLESS_ISA": isa, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=200)
+
+
+def test_a_missing_library_is_reported_once(tmp_path):
+    code = (
+        "import warnings, masterless.kernels as k\n"
+        "with warnings.catch_warnings(record=True) as w:\n"
+        "    warnings.simplefilter('always')\n"
+        "    assert k.load() is None and k.load() is None and not k.available()\n"
+        "assert len(w) == 1 and 'compiler' in str(w[0].message), w\n"
+        "assert k.describe().reason\n"
+    )
+    environment = {
+        **os.environ,
+        "MASTERLESS_KERNEL": str(tmp_path / "none.so"),
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=100)
