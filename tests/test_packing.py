@@ -114,9 +114,7 @@ def test_unused_bits_are_zero(bits):
 
 
 @settings(max_examples=200, deadline=None)  # the first call of an op is slow
-@given(
-    bits=st.integers(1, 8), rows=st.integers(0, 5), cols=st.integers(0, 700), seed=st.integers(0, 2**31 - 1)
-)
+@given(bits=st.integers(1, 8), rows=st.integers(0, 5), cols=st.integers(0, 700), seed=st.integers(0, 2**31 - 1))
 def test_any_matrix_round_trips_row_by_row(bits, rows, cols, seed):
     codes = random_codes(rows, cols, bits, seed)
     packed = pack(codes, bits)

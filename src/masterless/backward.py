@@ -11,6 +11,7 @@ Contract:
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,21 +90,25 @@ def step_in_backward(
             grad = grad * (clip_norm / norm.clamp(min=clip_norm)).to(grad.dtype)
         return grad
 
-    def make_hook(owner: tuple[dict, Tensor, str]):  # type: ignore[type-arg, no-untyped-def]
-        def hook(p: Tensor) -> None:
-            assert p.grad is not None
-            p.grad = clipped(p.grad)
-            try:
-                optimizer.step_parameters([owner])
-            finally:
-                p.grad = None
+    # Loading a state dict gives the optimizer new groups: a hook must not go on with the old ones' learning rate.
+    owners: dict[int, tuple[dict[str, Any], Tensor, str]] = {}
+    groups: list[dict[str, Any]] = []
 
-        return hook
+    def owner_of(p: Tensor) -> tuple[dict[str, Any], Tensor, str]:
+        nonlocal groups
+        if groups is not optimizer.param_groups:
+            groups = optimizer.param_groups
+            owners.update({id(owned): (group, owned, name) for group, owned, name in optimizer.parameters()})
+        return owners[id(p)]
+
+    def hook(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad = clipped(p.grad)
+        try:
+            optimizer.step_parameters([owner_of(p)])
+        finally:
+            p.grad = None
 
     return BackwardStepper(
-        [
-            owner[1].register_post_accumulate_grad_hook(make_hook(owner))
-            for owner in optimizer.parameters()
-            if owner[1].requires_grad
-        ]
+        [p.register_post_accumulate_grad_hook(hook) for _, p, _ in optimizer.parameters() if p.requires_grad]
     )

@@ -5,8 +5,8 @@ Contract:
     * Results go to stdout, as a table or with ``--json`` as one JSON document. Errors are one line on stderr.
     * Exit codes: 0 done, 2 the input cannot be honoured (the line says value, reason and remedy).
 
-A command is a function in `masterless.commands`, registered in `app` below. It raises a ValueError (as the library does)
-for input that it cannot honour.
+A command is a function in `masterless.commands`, registered in `app` below. It raises a ValueError (as the library
+does) for input that it cannot honour.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import typer
 from typer.core import TyperGroup
 
 import masterless
+from masterless.commands.compare import compare
 from masterless.commands.formats import formats
+from masterless.commands.plan import plan
 from masterless.commands.stall import stall
+from masterless.commands.train import train
 
 
 class OneLineErrors(TyperGroup):
@@ -28,7 +31,7 @@ class OneLineErrors(TyperGroup):
     def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
         """Runs the command line, as the parent does."""
         try:
-            result = super().main(*args, standalone_mode=False, **kwargs)
+            result = super().main(*args, **kwargs, standalone_mode=False)  # type: ignore[misc]
         except (ValueError, OSError) as error:
             message = str(error)
         except Exception as error:
@@ -62,13 +65,18 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: bool = typer.Option(False, "--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+    ),
 ) -> None:
     pass
 
 
+app.command()(train)
+app.command()(compare)
 app.command()(stall)
 app.command()(formats)
+app.command()(plan)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,15 @@ def predict(
     >>> predict((1024, 1024), weights="int4", exp_avg="int4", exp_avg_sq="log2").per_parameter
     1.3125
     """
+    formats = stored_formats(shape, weights, exp_avg, exp_avg_sq)
+    weight, first, second = (predicted_bytes(fmt, shape) for fmt in formats)
+    return Bytes(math.prod(shape), weight, first + second)
+
+
+def stored_formats(
+    shape: Sequence[int], weights: str | Format, exp_avg: str | Format, exp_avg_sq: str | Format
+) -> tuple[Format, Format, Format]:
+    """The formats in which a parameter of this full shape and its two moments are really stored."""
     plain = parse(weights)
     weight = as_weight(weights) if plain.scaled else plain
     first, second = as_first_moment(exp_avg), as_second_moment(exp_avg_sq)
@@ -57,10 +67,7 @@ def predict(
         full = parse("fp32")
         weight = full if weight.scaled else weight
         first, second = (fmt if fmt.kind == "none" else full for fmt in (first, second))
-    count = 1
-    for n in shape:
-        count *= n
-    return Bytes(count, predicted_bytes(weight, shape), predicted_bytes(first, shape) + predicted_bytes(second, shape))
+    return weight, first, second
 
 
 def measure(optimizer: LowBitOptimizer) -> dict[str, Bytes]:

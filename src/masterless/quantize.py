@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from masterless.weight import QuantizedTensor, as_weight
 
 Selector = str | type[nn.Module]
 
-_HEADS = {"head", "lm_head", "output", "classifier", "score", "embed_out", "unembed"}
+_HEADS = {"head", "lm_head", "classifier", "score", "embed_out", "unembed"}
 _ROUTERS = {"router", "gate"}
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 
@@ -173,22 +174,47 @@ def _output_head(model: nn.Module) -> nn.Module | None:
     return getter() if callable(getter) else None
 
 
-def _why_not(name: str, module: nn.Module, p: Tensor, is_head: bool, is_embedding: bool) -> str:
-    """Why the default leaves a parameter alone; empty if it does not."""
+def why_left(name: str, dim: int, layer: str, is_head: bool = False) -> str:
+    """Why the default leaves a parameter alone; empty if it does not.
+
+    Decided without the tensor, so that a plan made from names and shapes follows the same rule.
+
+    Args:
+        name: the parameter's full name.
+        dim: its number of dimensions.
+        layer: what holds it: "linear", "embedding", "norm", or the name of any other module type.
+        is_head: whether the model itself calls it the output head.
+    """
     parts = set(name.split("."))
-    if p.dim() < 2:
+    outside = set(takewhile(lambda part: not part.isdigit(), name.split(".")))  # a block's own "output" is no head
+    if dim < 2:
         return "vector"
-    if is_embedding:
-        return "embedding"
-    if isinstance(module, _NORMS) or "Norm" in type(module).__name__:
-        return "norm"
-    if is_head or parts & _HEADS:
+    if layer in ("embedding", "norm"):
+        return layer
+    if is_head or parts & _HEADS or "output" in outside:
         return "output head"
     if parts & _ROUTERS:
         return "router"
-    if isinstance(module, nn.Linear) or p.dim() == 3:
+    if layer == "linear" or dim == 3:
         return ""
-    return f"not a linear layer ({type(module).__name__}); name it in include= to quantize it"
+    return f"not a linear layer ({layer}); name it in include= to quantize it"
+
+
+def too_small(shape: Sequence[int]) -> str:
+    """Why a tensor of this shape cannot be quantized; empty if it can."""
+    if is_matrix_like(shape):
+        return ""
+    return "too small: vectors and rows of fewer than 32 elements are not worth their scales"
+
+
+def _why_not(name: str, module: nn.Module, p: Tensor, is_head: bool, is_embedding: bool) -> str:
+    if is_embedding:
+        layer = "embedding"
+    elif isinstance(module, _NORMS) or "Norm" in type(module).__name__:
+        layer = "norm"
+    else:
+        layer = "linear" if isinstance(module, nn.Linear) else type(module).__name__
+    return why_left(name, p.dim(), layer, is_head)
 
 
 def _obstacle(module: nn.Module, p: Tensor) -> str:
@@ -197,8 +223,8 @@ def _obstacle(module: nn.Module, p: Tensor) -> str:
         return "already quantized"
     if not p.dtype.is_floating_point:
         return f"dtype {p.dtype}"
-    if not is_matrix_like(p.shape):
-        return "too small: vectors and rows of fewer than 32 elements are not worth their scales"
+    if too_small(p.shape):
+        return too_small(p.shape)
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "parametrized; remove the parametrization first"
     return ""

@@ -54,6 +54,8 @@ class Task:
     maximize: bool = False
     scale_policy: str = "held"
     first_row: int = 0  # this shard's first row in the whole parameter
+    first_col: int | None = None  # of a shard of a vector: its first element in the whole
+    across: Any = None  # of a shard: what the ranks agree on (`masterless.distributed.agreement.Across`)
     tensor_scale: Tensor | None = None  # the scale of a weight that has only one, once it is known
     storages: list[Storage] = field(init=False)
 
@@ -68,8 +70,15 @@ class Task:
         return factored or one_scale or self.rule.name == "adafactor"
 
     @property
+    def collective(self) -> bool:
+        """Whether a shard's step needs the other ranks: statistics of the whole, or a tile that two of them share."""
+        return self.across is not None and (self.indivisible or self.first_col is not None)
+
+    @property
     def chunks_per_tile(self) -> int:
-        """Chunks of a row that stand or fall together: the longest block of any storage."""
+        """Chunks of a row that stand or fall together: the longest block of any storage; 0: given by element."""
+        if self.first_col is not None:
+            return 0
         blocks = [s.layout.block(s.format) for s in self.storages if s.format.scaled]
         return max(1, *(-(-b // CHUNK) for b in blocks)) if blocks else 1
 
@@ -78,16 +87,19 @@ def step(task: Task) -> int:
     """Performs one parameter's step in place; returns how many gradient elements were not finite."""
     rows, cols = task.weight.layout.rows, task.weight.layout.cols
     if rows * cols == 0:
-        return 0
+        return 0 if task.across is None else task.across.idle(task)
     grad = task.grad.detach().reshape(rows, cols)
     bad = _bad_elements(grad)
     count = int(bad.sum())
+    blocked = count > 0
+    if task.across is not None:
+        bad, blocked = task.across.agree(task, bad, count)
     if task.indivisible:
-        if count:
+        if blocked:
             return count
         task = _with_parameter_statistics(task, grad)
     for start, stop in _slabs(rows, cols):
-        _step_slab(task, grad[start:stop], bad[start:stop] if count else None, start, stop)
+        _step_slab(task, grad[start:stop], bad[start:stop] if blocked else None, start, stop)
     return count
 
 
@@ -120,7 +132,8 @@ def _second_moment(task: Task, start: int, stop: int) -> Any:
     if second is None:
         return None
     if second.format.kind == "factored":
-        return lambda innovation: factored_estimate(second, start, stop)
+        estimate = factored_estimate if task.across is None else task.across.factored_estimate
+        return lambda innovation: estimate(second, start, stop)
     old = codec.decode(second.slab(start, stop), second.layout.cols, second.format)
     return lambda innovation: old * c.keep2 + innovation * c.rate2
 
@@ -145,7 +158,9 @@ def _step_slab(task: Task, grad: Tensor, bad: Tensor | None, start: int, stop: i
     def random_bits(purpose: str) -> Tensor | None:
         if task.rounding[purpose] == "nearest":
             return None
-        return dither(task.keys[purpose], stop - start, cols, task.first_row + start, target.device)
+        skip = task.first_col or 0
+        u = dither(task.keys[purpose], stop - start, skip + cols, task.first_row + start, target.device)
+        return u[:, skip:]
 
     scale = task.tensor_scale
     if scale is None:
@@ -180,6 +195,9 @@ def _keep_bad_tiles(
     storage: Storage, new: codec.Parts, bad: Tensor, chunks_per_tile: int, start: int, stop: int
 ) -> codec.Parts:
     """The new parts, with every tile that has a bad gradient replaced by what is stored now."""
+    if chunks_per_tile == 0:
+        old = storage.slab(start, stop)
+        return {name: torch.where(bad, old[name], value) for name, value in new.items()}
     rows, cols = bad.shape
     tile = chunks_per_tile * CHUNK
     padded = torch.nn.functional.pad(bad, (0, -cols % tile))
@@ -222,6 +240,9 @@ def _update_factored(task: Task, grad: Tensor) -> None:
     second, c = task.second, task.scalars
     assert second is not None
     layout = second.layout
+    if task.across is not None and task.across.splits_matrix:
+        w = codec.decode(task.weight.slab(0, layout.rows), layout.cols, task.weight.format)
+        return task.across.update_factored(task, _gradient(task, grad, w).to(torch.float64).square())
     # One matrix at a time: the fp64 copy of a stack of experts would be larger than all that is stored.
     for i in range(layout.matrices):
         span = slice(i * layout.matrix_rows, (i + 1) * layout.matrix_rows)
@@ -234,7 +255,9 @@ def _update_factored(task: Task, grad: Tensor) -> None:
         old_col.copy_(old_col * c.keep2 + col.view(-1) * c.rate2)
 
 
-def _rms(x: Tensor) -> float:
+def _rms(x: Tensor, across: Any = None) -> float:
+    if across is not None:
+        return across.rms(x)
     squares = x.to(torch.float64).reshape(-1).square()
     return math.sqrt(float(exact_sum(squares, 0, squares.amax(), squares.numel())) / squares.numel())
 
@@ -246,4 +269,5 @@ def _adafactor_scalars(task: Task, grad: Tensor) -> Scalars:
     raw = task.scalars._replace(clip=1.0)
     update = task.rule.update(g, None, _second_moment(task, 0, rows), raw)
     assert update.denominator is not None
-    return finish_adafactor(raw, task.group, _rms(w), _rms(update.direction / update.denominator))
+    moved = update.direction / update.denominator
+    return finish_adafactor(raw, task.group, _rms(w, task.across), _rms(moved, task.across))

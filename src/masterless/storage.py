@@ -81,6 +81,8 @@ class Storage:
             for name, (size, dtype) in tensor_specs(format, shape).items()
         }
         storage = cls(format, tuple(shape), tensors)
+        if "step" in tensors:  # as the codec writes a block of zeros: one value, one byte pattern
+            tensors["step"].fill_(1)
         if "codes" in tensors and format.zero_code and storage.layout.rows:
             one_row = codec.encode(torch.zeros(1, storage.layout.cols), format)
             for name in ("codes", "hidden"):

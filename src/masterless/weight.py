@@ -14,7 +14,7 @@ Contract:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -78,9 +78,7 @@ class QuantizedTensor(Tensor):
             raise ValueError(f"cannot quantize a tensor of dtype {dense.dtype}: weights are floating-point")
         if dense.device.type == "meta":
             return cls(_empty(fmt, dense.shape, dense.device), dense.dtype)
-        finite = bool(torch.isfinite(dense).all())
-        if not finite:
-            raise ValueError(f"cannot quantize a tensor of shape {tuple(dense.shape)} that holds NaN or infinity")
+        _require_finite(dense)
         return cls(Storage.zeros(fmt, dense.shape, dense.device).encode_(dense), dense.dtype)
 
     @property
@@ -145,9 +143,29 @@ class QuantizedTensor(Tensor):
         memo[id(self)] = copy
         return copy
 
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        """What FSDP2 gathers: visible codes and scales (`masterless.distributed.views`)."""
+        from masterless.distributed import views
+
+        return views.pack(self, mesh.size(), outer_size)
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        """The whole parameter, still quantized, from what was gathered."""
+        from masterless.distributed import views
+
+        return views.unpack(self, outputs[0], metadata, param_dtype, out)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _OVERWRITES and isinstance(args[0], QuantizedTensor):
+            _refuse_in_place(func.__name__ if func is Tensor.__setitem__ else "assigning to .data", args[0])
+        if func is Tensor.share_memory_:  # the wrapper has no memory of its own, which torch would not notice
+            for tensor in args[0].stored.tensors.values():
+                tensor.share_memory_()
+            return args[0]
         if func in _DECODING and not torch.compiler.is_compiling():
             return _call_decoded(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():  # the stock version would make dense results quantized again
@@ -158,7 +176,11 @@ class QuantizedTensor(Tensor):
         kwargs = kwargs or {}
         if func in _HANDLERS:
             return _HANDLERS[func](func, *args, **kwargs)
-        _refuse_in_place(func, args)
+        if func in _BY_PIECES:
+            from masterless.distributed import views
+
+            return views.HANDLERS[func](func, *args, **kwargs)
+        _check_in_place(func, args)
         dense_args, dense_kwargs = tree_map_only(QuantizedTensor, _decode_visible, (args, kwargs))
         return func(*dense_args, **dense_kwargs)
 
@@ -183,8 +205,14 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild])
 
 
+def local_of(p: Tensor) -> Tensor:
+    """The part of a tensor that this process holds: the shard of a DTensor, else the tensor itself."""
+    return getattr(p, "_local_tensor", p)
+
+
 def weight_storage(p: Tensor) -> Storage | None:
-    """The storage of a quantized parameter; None for an ordinary one."""
+    """The storage of a quantized parameter (of this process's shard of it); None for an ordinary one."""
+    p = local_of(p)
     return p.stored if isinstance(p, QuantizedTensor) else None
 
 
@@ -192,7 +220,7 @@ def weight_storage(p: Tensor) -> Storage | None:
 
 
 def _decode_visible(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    return ops.dequantize(q.stored, dtype or q.dtype)
+    return ops.dequantize(q.stored, dtype or q.dtype).view(q.shape)
 
 
 class _Dequantize(torch.autograd.Function):
@@ -229,39 +257,68 @@ def _version(q: QuantizedTensor) -> int:
     return q.stored.tensors["codes"]._version
 
 
+class _Kept:
+    """A saved tensor that is no weight, as autograd would keep it: whoever changes it before backward is told."""
+
+    def __init__(self, saved: Tensor) -> None:
+        self.saved, self.version = saved, saved._version
+
+    def unpack(self) -> Tensor:
+        if self.saved._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.saved.shape)} that was used with a quantized parameter was changed in "
+                f"place before the backward pass that needs it; change a copy, or change it after backward()"
+            )
+        return self.saved
+
+
+# Hooks around the whole call, if any: activation checkpointing and offloading. Only the innermost are called by
+# autograd, so ours pass on what is not a weight. Without this (private) function they would see none of it.
+_outer_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
+
+
 def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls `func` with dense weights that autograd does not keep."""
     dense_of: dict[int, tuple[QuantizedTensor, Tensor]] = {}
     decoded: dict[int, Tensor] = {}
+    outer = _outer_hooks(False)
 
     def decode(q: QuantizedTensor) -> Tensor:
         if id(q) not in decoded:
             device = q.device.type
-            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+            cast = func in _AUTOCAST and torch.is_autocast_enabled(device)
+            dtype = torch.get_autocast_dtype(device) if cast else q.dtype
             decoded[id(q)] = _Dequantize.apply(q.detach() if not torch.is_grad_enabled() else q, dtype)
             dense_of[decoded[id(q)].untyped_storage().data_ptr()] = (q, decoded[id(q)])
         return decoded[id(q)]
 
     def pack(saved: Tensor) -> Any:
         found = dense_of.get(saved.untyped_storage().data_ptr()) if type(saved) is Tensor else None
-        return saved if found is None or saved.numel() == 0 else _Recipe(*found, saved)
+        if found is not None and saved.numel():
+            return _Recipe(*found, saved)
+        return _Kept(saved) if outer is None else outer[0](saved)
 
     def unpack(packed: Any) -> Tensor:
-        return packed.decode() if isinstance(packed, _Recipe) else packed
+        if isinstance(packed, _Recipe):
+            return packed.decode()
+        return packed.unpack() if outer is None else outer[1](packed)
 
     with torch._C.DisableTorchFunctionSubclass():
         dense_args, dense_kwargs = tree_map_only(QuantizedTensor, decode, (args, kwargs))
         if not torch.is_grad_enabled():
             return func(*dense_args, **dense_kwargs)
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return func(*dense_args, **dense_kwargs)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                return func(*dense_args, **dense_kwargs)
+        finally:  # autograd holds on to the hooks until the backward pass: they must not hold on to the weights
+            dense_of.clear()
+            decoded.clear()
 
 
-_DECODING: set[Any] = {
+# Under autocast these compute in its dtype, so the weight is decoded straight to it.
+_AUTOCAST: set[Any] = {
     F.linear,
-    F.bilinear,
-    F.embedding,
-    F.embedding_bag,
+    F.multi_head_attention_forward,
     F.conv1d,
     F.conv2d,
     F.conv3d,
@@ -271,11 +328,12 @@ _DECODING: set[Any] = {
     torch.einsum,
     torch.addmm,
     torch.baddbmm,
-    torch.tensordot,
-    *(getattr(owner, name) for owner in (torch, Tensor) for name in ("matmul", "mm", "bmm", "mv")),
+    *(getattr(owner, name) for owner in (torch, Tensor) for name in ("matmul", "mm", "bmm")),
     Tensor.__matmul__,
     Tensor.__rmatmul__,
 }
+
+_DECODING = _AUTOCAST | {F.bilinear, F.embedding, F.embedding_bag, torch.tensordot, torch.mv, Tensor.mv}
 
 
 # --- operations that keep a tensor quantized --------------------------------------------------------------
@@ -316,6 +374,11 @@ def _empty_like(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> Qua
     return QuantizedTensor(_empty(q.format, q.shape, kwargs.get("device") or q.device), kwargs.get("dtype") or q.dtype)
 
 
+def _require_finite(dense: Tensor) -> None:
+    if not bool(torch.isfinite(dense).all()):
+        raise ValueError(f"cannot quantize a tensor of shape {tuple(dense.shape)} that holds NaN or infinity")
+
+
 def _copy_(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not isinstance(target, QuantizedTensor):
         return func(target, _decode_visible(source), *args, **kwargs)  # type: ignore[arg-type]
@@ -326,6 +389,7 @@ def _copy_(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any)
             tensor.copy_(source.stored.tensors[name])
     else:
         dense = source.stored.decode() if isinstance(source, QuantizedTensor) else source
+        _require_finite(dense)
         target.stored.encode_(dense.to(target.device))
     return target
 
@@ -347,15 +411,32 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.zero_.default: _zero_,
 }
 
+# Whole slices of dimension 0 stay quantized: FSDP2 cuts parameters there.
+_BY_PIECES: set[Any] = {
+    aten.split.Tensor,
+    aten.slice.Tensor,
+    aten.new_zeros.default,
+    aten.new_empty.default,
+    aten.view.default,
+    aten.as_strided.default,
+}
 
-def _refuse_in_place(func: Any, args: Any) -> None:
+
+# What never reaches `__torch_dispatch__` as a write to the parameter: both would be lost without a word.
+_OVERWRITES = {Tensor.__setitem__, Tensor.data.__set__}  # type: ignore[attr-defined]
+
+
+def _check_in_place(func: Any, args: Any) -> None:
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written = value if isinstance(value, (list, tuple)) else [value]
-            for tensor in written:
+            for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(tensor, QuantizedTensor):
-                    raise RuntimeError(
-                        f"{func} would change a parameter stored as '{tensor.format}' in place, and rounding would "
-                        f"silently lose most of it. Update it with an optimizer of masterless, overwrite it with "
-                        f"copy_(), or decode the model with masterless.dequantize_(model)"
-                    )
+                    _refuse_in_place(func, tensor)
+
+
+def _refuse_in_place(what: Any, q: QuantizedTensor) -> NoReturn:
+    raise RuntimeError(
+        f"{what} would change a parameter stored as '{q.format}' in place, and rounding would silently lose most of "
+        f"it. Update it with an optimizer of masterless, overwrite it with copy_(), or decode the model with "
+        f"masterless.dequantize_(model)"
+    )

@@ -10,8 +10,8 @@ import typer
 if TYPE_CHECKING:
     from masterless.formats import Format
 
-WIDTH = 41  # odd, so that zero has a cell of its own in the middle
-_SHADES = " .:-=+*#%@"
+WIDTH = 31  # odd, so that zero has a cell of its own in the middle
+_SHADES = " ▁▂▃▄▅▆▇█"
 
 
 def formats(
@@ -27,14 +27,15 @@ def formats(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="formats", caption="levels from the largest negative to the largest positive, block absmax = 1")
-    for column in ("name", "bits/element", "levels", "used for"):
-        table.add_column(column, justify="right" if column in ("bits/element", "levels") else "left", no_wrap=True)
-    table.add_column("where its levels lie", no_wrap=True)
+    table = Table(caption="bits: per element, metadata included; for: W weights, m and v first and second moments")
+    for column in ("name", "bits", "levels", "for", "where they lie, largest = 1"):
+        table.add_column(column, justify="right" if column in ("bits", "levels") else "left", no_wrap=True)
+    short = {"weight": "W", "first moment": "m", "second moment": "v"}
     for row in rows:
         count = "" if row["levels"] is None else str(row["levels"])
-        table.add_row(row["name"], f"{row['bits_per_element']:g}", count, ", ".join(row["uses"]), row["picture"])
-    Console().print(table, markup=False)
+        uses = " ".join(short[use] for use in row["uses"])
+        table.add_row(row["name"], f"{row['bits_per_element']:g}", count, uses, row["picture"])
+    Console().print(table)
 
 
 def describe(format: Format) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from masterless.rounding import PURPOSES, check_rounding, parameter_id, stream_k
 from masterless.rules import Rule
 from masterless.scaling import POLICIES
 from masterless.storage import Storage, tensor_specs
-from masterless.weight import weight_storage
+from masterless.weight import local_of, weight_storage
 
 _PLAIN = {torch.float32: parse("fp32"), torch.bfloat16: parse("bf16")}
 
@@ -162,6 +162,10 @@ class LowBitOptimizer(Optimizer):
                 f"parameter's own format, which must be float32, bfloat16 or quantized; convert it with .float() "
                 f"or .bfloat16()"
             )
+        if local_of(p) is not p:
+            from masterless.distributed import sharding
+
+            sharding.check(p, group, self.state_formats(p, group))
         if storage is None or storage.format.master:
             return
         self._warn_of_losses(storage.format, group)
@@ -225,6 +229,10 @@ class LowBitOptimizer(Optimizer):
         state = self.state[p]
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
+        if local_of(p) is not p:
+            from masterless.distributed import sharding
+
+            return sharding.state_storage(p, state, self.state_formats(p, group))
         storages = {}
         for name, fmt in self.state_formats(p, group).items():
             keys = {part: checkpoint.state_key(name, part) for part in tensor_specs(fmt, p.shape)}
@@ -272,13 +280,19 @@ class LowBitOptimizer(Optimizer):
         afterwards: list[Callable[[], list[resets.StateReset]]] = []
         for group, p, name in parameters:
             task = self._task(group, p, name, copies)
-            batches.setdefault(group["backend"], []).append(task)
+            # Collectives have one order on all ranks: they are the reference's.
+            batches.setdefault("reference" if task.collective else group["backend"], []).append(task)
             skip_allowed[name] = group["nonfinite"] == "skip"
             if group["reset"] is not None:
                 afterwards.append(resets.before_step(self, group, p, name))
         bad: dict[str, int] = {}
         for backend, tasks in batches.items():
-            for task, count in zip(tasks, ops.step(tasks, backend), strict=True):
+            counts = ops.step(tasks, backend)
+            if any(task.across is not None for task in tasks):
+                from masterless.distributed import agreement
+
+                counts = agreement.total_counts(tasks, counts)
+            for task, count in zip(tasks, counts, strict=True):
                 if count:
                     bad[task.name] = count
         for p, contiguous in copies:
@@ -301,8 +315,8 @@ class LowBitOptimizer(Optimizer):
             )
 
     def _task(self, group: dict[str, Any], p: Tensor, name: str, copies: list[tuple[Tensor, Tensor]]) -> Task:
-        grad = p.grad
-        assert grad is not None
+        assert p.grad is not None
+        grad, local = local_of(p.grad), local_of(p)
         if grad.is_sparse or grad.layout != torch.strided:
             raise RuntimeError(
                 f"{type(self).__name__}: the gradient of {name} is sparse ({grad.layout}); blocks of a low-bit state "
@@ -316,11 +330,11 @@ class LowBitOptimizer(Optimizer):
         weight = weight_storage(p)
         plain = weight is None
         if weight is None:
-            values = p.detach()
+            values = local.detach()
             if not values.is_contiguous():
                 values = values.contiguous()
-                copies.append((p.detach(), values))
-            weight = Storage(_PLAIN[p.dtype], tuple(p.shape), {"values": values})
+                copies.append((local.detach(), values))
+            weight = Storage(_PLAIN[p.dtype], tuple(local.shape), {"values": values})
         first = states.get(self.first_name) if self.first_name else None
         second = states.get(self.second_name) if self.second_name else None
         identity = parameter_id(name)
@@ -332,6 +346,11 @@ class LowBitOptimizer(Optimizer):
         if rounding["exp_avg"] == "stochastic-log":  # a dither of logarithms, so for the second moment only
             rounding["exp_avg"] = "stochastic"
         lossy = not plain and not weight.format.master
+        place: dict[str, Any] = {}
+        if local is not p:
+            from masterless.distributed import sharding
+
+            place = sharding.Place.of(p).task_fields()
         return Task(
             name=name,
             rule=rule,
@@ -346,6 +365,7 @@ class LowBitOptimizer(Optimizer):
             inject=lossy and bool(group["error_compensation"]),
             maximize=group["maximize"],
             scale_policy=group["scale_policy"],
+            **place,
         )
 
     def _local_steps(self, state: dict[str, Any]) -> tuple[int, int]:
@@ -403,9 +423,9 @@ class LowBitOptimizer(Optimizer):
         )
 
     def state_bytes(self) -> int:
-        """Bytes of the live moments, metadata included."""
+        """Bytes of the live moments (of this process's shards of them), metadata included."""
         return sum(
-            value.numel() * value.itemsize
+            local_of(value).numel() * value.itemsize
             for state in self.state.values()
             for key, value in state.items()
             if isinstance(value, Tensor) and value.dim() > 0

@@ -6,8 +6,8 @@ Contract:
       as large (32 times at b2 = 0.999).
     * **hard**: the stored bytes are those of `Storage.zeros`, and the count is zero. The next estimate is one sample.
     * **soft**: the estimate stays, its weight is cut to that of `SOFT_SAMPLES` = n samples. With k updates seen,
-      ``v <- v * (1 - b2^n) / (1 - b2^k)`` and the count becomes n, so that v / (1 - b2^n) is the estimate of before; the
-      next gradient enters with weight 1/(n+1) instead of 1 - b2. The size of the next update changes by
+      ``v <- v * (1 - b2^n) / (1 - b2^k)`` and the count becomes n, so that v / (1 - b2^n) is the estimate of before;
+      the next gradient enters with weight 1/(n+1) instead of 1 - b2. The size of the next update changes by
       (z - 1) / (2 (n+1)) with z = g^2 / v: zero in the mean, 4% r.m.s. for Gaussian gradients at n = 16. Stalls are as
       rare as n steps after a zero start. Codes do not change, only their scales (a log code is encoded anew).
     * A schedule is plain data in the param group and reads nothing but counters of the state dict: a resumed run resets
@@ -307,7 +307,7 @@ def _uncorrected(optimizer: LowBitOptimizer, group: dict[str, Any]) -> str:
     rate = _scalars(optimizer, group, 1, 1).rate2
     return (
         f"{type(optimizer).__name__} does not correct its second moment for a zero start, so the next update would be "
-        f"{rate**-0.5:.0f} times as large; use Adam with betas=(0, {1 - rate:g}), which is the same with that correction"
+        f"{rate**-0.5:.0f} times as large; use Adam with betas=(0, {1 - rate:g}), the same with that correction"
     )
 
 

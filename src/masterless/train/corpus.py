@@ -21,7 +21,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -61,7 +61,8 @@ class Corpus:
         documents: Number of documents on each side.
         vocab_size: Number of token ids a model needs.
         description: One line that says what this is and how it was split.
-        is_bytes: Whether a token is a byte of text; otherwise it is an id of a tokenizer we do not know.
+        is_bytes: Whether a token is a byte of text; otherwise it is an id of a tokenizer.
+        tokenizer: The tokenizer, if it is known: an object with ``encode`` and ``decode`` (see `train.tokenizer`).
     """
 
     train: Tensor
@@ -70,9 +71,21 @@ class Corpus:
     vocab_size: int
     description: str
     is_bytes: bool = True
+    tokenizer: Any = None
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the tokens of both sides: equal for equal text."""
+        digest = hashlib.blake2b(digest_size=16)
+        for side in (self.train, self.validation):
+            digest.update(f"{len(side)} {side.dtype} ".encode())
+            digest.update(side.numpy().data)
+        return digest.hexdigest()
 
     def encode(self, text: str) -> Tensor:
         """Return the int64 tokens of ``text``."""
+        if self.tokenizer is not None:
+            return torch.tensor(self.tokenizer.encode(text).ids, dtype=torch.long)
         if not self.is_bytes:
             raise CorpusError(repr(text[:40]), "the tokenizer of this corpus is unknown", "encode it yourself")
         return torch.tensor(list(text.encode()), dtype=torch.long)
@@ -83,6 +96,8 @@ class Corpus:
         An end of document reads as a newline, broken UTF-8 as U+FFFD, ids of an unknown tokenizer as numbers.
         """
         ids = tokens.reshape(-1).tolist() if isinstance(tokens, Tensor) else list(tokens)
+        if self.tokenizer is not None:
+            return str(self.tokenizer.decode(ids))
         if not self.is_bytes:
             return " ".join(map(str, ids))
         return bytes(ids).replace(bytes([END_OF_DOCUMENT]), b"\n").decode(errors="replace")

@@ -4,7 +4,8 @@ Contract:
     * A run is identified by everything that can change its result (model, formats, options, settings, seed), not by
       its label. A result file never holds a run twice, and a run that is already there is not repeated.
     * Lines are appended as runs finish and flushed to disk: a study that is killed goes on where it was.
-    * One thread a run, two runs side by side by default: on a small machine that is the most work an hour.
+    * One thread and one process a run, two runs side by side by default: on a small machine that is the most work an
+      hour, and the peak memory of a process is that of one run.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ import json
 import multiprocessing
 import os
 import platform
+import queue
+import signal
+import threading
+import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +31,10 @@ import masterless
 from masterless.models import GPT, GPTConfig
 from masterless.optim import LowBitOptimizer, NonFiniteGradientError
 from masterless.quantize import quantize_
-from masterless.train.corpus import Corpus, stdlib_corpus
+from masterless.train.build import memory_of
+from masterless.train.corpus import Corpus, stdlib_corpus, text_corpus
 from masterless.train.loop import TrainSettings, train
+from masterless.train.observe import Stalls, peak_memory
 from masterless.weight import QuantizedTensor
 
 
@@ -43,6 +50,7 @@ class Experiment:
         model: keyword arguments of `GPTConfig`.
         settings: keyword arguments of `TrainSettings`, besides the seed.
         seed: of the model's initialisation, the batches and the rounding.
+        data: the text if it is not the standard library's: "paths", and the "text"'s fingerprint.
     """
 
     label: str
@@ -52,13 +60,21 @@ class Experiment:
     model: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    data: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def identity(self) -> str:
         """A digest of all that can change the result."""
-        described = {k: v for k, v in asdict(self).items() if k != "label"}
+        # Without a text of its own it is described as before there was this field: finished runs stay known.
+        described = {k: v for k, v in asdict(self).items() if k != "label" and (k != "data" or v)}
         canonical = json.dumps(described, sort_keys=True, default=list)
         return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
+
+    def corpus(self) -> Corpus:
+        """The text of the run."""
+        if not self.data:
+            return stdlib_corpus()
+        return text_corpus(self.data["paths"], TrainSettings(**self.settings).seq_len)
 
     def build(self) -> tuple[GPT, LowBitOptimizer, TrainSettings]:
         """The model, its optimizer and the settings of the run."""
@@ -90,10 +106,12 @@ def bytes_per_matrix_parameter(model: torch.nn.Module, optimizer: LowBitOptimize
 
 
 def run(
-    experiment: Experiment, corpus: Corpus | None = None, progress: Callable[[int], None] | None = None
+    experiment: Experiment, corpus: Corpus | None = None, progress: Callable[[int, float], None] | None = None
 ) -> dict[str, Any]:
-    """Runs one experiment and returns its result row."""
+    """Runs one experiment and returns its result row; `progress` is called with the steps done and the last loss."""
+    corpus = corpus or experiment.corpus()
     model, optimizer, settings = experiment.build()
+    stalls, sampled = Stalls(optimizer, settings.eval_every), []
     row: dict[str, Any] = {"id": experiment.identity, **asdict(experiment)}
     curve: list[tuple[int, float]] = []
 
@@ -101,17 +119,23 @@ def run(
         if report.step % 50 == 49:
             curve.append((report.step + 1, round(report.loss, 4)))
         if progress is not None:
-            progress(report.step + 1)
+            progress(report.step + 1, report.loss)
+        if (sample := stalls.after()) is not None:
+            sampled.append({"step": report.step + 1, "stalls": sample})
+        stalls.before(report.step + 2)
 
     try:
-        result = train(model, optimizer, corpus or stdlib_corpus(), settings, note)
+        result = train(model, optimizer, corpus, settings, note)
         row["loss"] = result.final_validation_loss
         row["validation"] = result.validation_losses
-        row["seconds"] = round(result.seconds, 1)
+        row["seconds"] = round(result.seconds, 3)
     except NonFiniteGradientError as error:
         row["loss"] = None
         row["diverged"] = str(error).split(".")[0]
     row["bytes_per_parameter"] = round(bytes_per_matrix_parameter(model, optimizer), 4)
+    row["memory"] = memory_of(optimizer)
+    row["peak_bytes"] = peak_memory()
+    row["stalls"] = sampled
     row["curve"] = curve
     row["versions"] = {
         "masterless": masterless.__version__,
@@ -134,13 +158,25 @@ def load_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _worker(experiment: Experiment) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    return run(experiment)
+def run_all(
+    experiments: Iterable[Experiment],
+    path: Path,
+    workers: int = 2,
+    on_progress: Callable[[Experiment, int, float], None] | None = None,
+    threads: int = 1,
+) -> Iterator[dict[str, Any]]:
+    """Runs what is not yet in the result file and appends it there, row by row; yields the new rows as they come.
 
+    Args:
+        experiments: the runs.
+        path: the result file.
+        workers: runs side by side.
+        on_progress: called with a run that is going on, its steps done and its last loss.
+        threads: of each run.
 
-def run_all(experiments: Iterable[Experiment], path: Path, workers: int = 2) -> Iterator[dict[str, Any]]:
-    """Runs what is not yet in the result file and appends it there, row by row; yields the new rows as they come."""
+    Raises:
+        RuntimeError: a run failed; the ones that had finished are in the file.
+    """
     known = {row["id"] for row in load_rows(path)}
     todo: dict[str, Experiment] = {}
     for experiment in experiments:
@@ -148,17 +184,69 @@ def run_all(experiments: Iterable[Experiment], path: Path, workers: int = 2) -> 
             todo.setdefault(experiment.identity, experiment)
     path.parent.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
-        futures = [pool.submit(_worker, experiment) for experiment in todo.values()]
-        for future in as_completed(futures):
-            row = future.result()
+    messages: Any = context.Queue()
+    waiting, running = list(todo), {}  # type: ignore[var-annotated]
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                identity = waiting.pop(0)
+                running[identity] = _started(context.Process(target=_work, args=(todo[identity], messages, threads)))
+            try:
+                identity, kind, payload = messages.get(timeout=1.0)
+            except queue.Empty:
+                for identity, process in running.items():
+                    if process.exitcode is not None and messages.empty():
+                        label, code = todo[identity].label, process.exitcode
+                        raise RuntimeError(
+                            f"{label}: its process ended with code {code} and no result (out of memory?); run again "
+                            f"with fewer workers, finished runs are kept"
+                        ) from None
+                continue
+            if kind == "progress":
+                if on_progress is not None:
+                    on_progress(todo[identity], *payload)
+                continue
+            running.pop(identity).join()
+            if kind == "error":
+                raise RuntimeError(f"{todo[identity].label}: the run failed; {payload}")
             with path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(payload) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            yield row
+            yield payload
+    finally:
+        for process in running.values():
+            process.terminate()
 
 
-def _one_thread() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
+def _started(process: Any) -> Any:
+    """Starts a process that Ctrl-C does not reach: whoever started it decides what becomes of it."""
+    if threading.current_thread() is not threading.main_thread():
+        process.start()
+        return process
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    return process
+
+
+def _work(experiment: Experiment, messages: Any, threads: int) -> None:
+    torch.set_num_threads(threads)
+    parent, identity = os.getppid(), experiment.identity
+
+    def progress(step: int, loss: float) -> None:
+        if os.getppid() != parent:  # killed: nobody will take the result
+            os._exit(1)
+        if step % 10 == 0:
+            messages.put((identity, "progress", (step, loss)))
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of lossy configurations, which are here to be compared
+            row = run(experiment, progress=progress)
+        messages.put((identity, "row", row))
+    except Exception as error:
+        detail = traceback.extract_tb(error.__traceback__)[-1]
+        messages.put((identity, "error", f"{type(error).__name__}: {error} ({detail.filename}:{detail.lineno})"))

@@ -25,7 +25,7 @@ class TrainSettings:
 
     Attributes:
         steps: Number of optimizer steps.
-        batch_size: Sequences per step.
+        batch_size: Sequences per backward pass.
         seq_len: Tokens per sequence.
         lr: Peak learning rate.
         min_lr_ratio: Learning rate at the end, as a share of the peak.
@@ -36,6 +36,7 @@ class TrainSettings:
         seed: Seed of the batches.
         eval_every: Steps between evaluations; 0 evaluates only at the end.
         eval_batches: Validation batches per evaluation.
+        accumulate: Backward passes per step; their mean gradient is used.
     """
 
     steps: int = 1500
@@ -50,11 +51,12 @@ class TrainSettings:
     seed: int = 0
     eval_every: int = 0
     eval_batches: int = 16
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("batch_size", 1), ("seq_len", 1), ("eval_batches", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+        for name in ("steps", "batch_size", "seq_len", "eval_batches", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 0 <= self.warmup <= self.steps:
             raise ValueError(f"warmup={self.warmup}: must lie between 0 and steps={self.steps}")
         if not 0 <= self.min_lr_ratio <= 1:
@@ -181,16 +183,19 @@ def train(
         lr = lr_at(step, settings)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        inputs, targets = batch(tokens, settings.seed, step, settings.batch_size, settings.seq_len)
         optimizer.zero_grad()
-        _, loss = model(inputs, targets)
-        loss.backward()
+        losses = []
+        for part in range(step * settings.accumulate, (step + 1) * settings.accumulate):
+            inputs, targets = batch(tokens, settings.seed, part, settings.batch_size, settings.seq_len)
+            _, loss = model(inputs, targets)
+            (loss / settings.accumulate).backward()
+            losses.append(loss.item())
         norm = None
         if settings.grad_clip is not None:
             norm = float(nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip))
         optimizer.step()
         done = step + 1
-        result.train_losses.append(loss.item())
+        result.train_losses.append(sum(losses) / len(losses))
         result.seconds += time.perf_counter() - started
 
         validation_loss = None

@@ -1,0 +1,322 @@
+"""A run and its directory: started, interrupted, resumed, finished.
+
+Contract:
+    * Nothing is written before text, model and optimizer have been built: wrong input leaves no trace.
+    * ``config.toml`` is the resolved configuration, ``metrics.jsonl`` has a line a step, ``checkpoints/`` the last few
+      (`masterless.train.checkpoint`), ``report.html`` and ``summary.json`` are written when a session ends.
+    * A run that was interrupted, or killed at any moment, and is resumed ends with the metrics, byte for byte, and the
+      weights of the uninterrupted one (same machine, torch version and number of threads).
+    * One process writes to a run directory at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import masterless
+from masterless.backward import step_in_backward
+from masterless.models import GPT
+from masterless.optim import LowBitOptimizer
+
+from .build import (
+    build_corpus,
+    build_model,
+    build_optimizer,
+    build_settings,
+    load_initial,
+    memory_of,
+    quantize_model,
+)
+from .checkpoint import CheckpointError, Checkpoints, reason_of, remedy_for, write_atomically
+from .config import MODEL_KEYS, ConfigError, RunConfig, read_toml, refuse_existing, resolve, to_toml
+from .corpus import END_OF_DOCUMENT, Corpus
+from .display import Display, Speed, Status
+from .loop import StepReport, train
+from .observe import MetricsFile, Stalls, peak_memory, read_metrics, stalled_share
+
+TOKENIZER = "tokenizer.json"
+
+
+class StopFlag:
+    """Notes SIGINT and SIGTERM instead of dying of them; a second one is fatal as usual."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        for known in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(known, signal.SIG_DFL)
+
+
+class _Interrupted(Exception):
+    """Ends the training loop after the state was saved."""
+
+
+@dataclasses.dataclass
+class Run:
+    """A run that is ready to train: built by `start` or `resume`.
+
+    Attributes:
+        folder: the run directory.
+        config: resolved.
+        corpus: the text.
+        model: with its parameters in their formats.
+        optimizer: over the model's parameters.
+        checkpoints: of this run.
+        step: steps already done.
+        seconds: spent in training by earlier sessions.
+        metrics_bytes: length of the metrics at `step`.
+        notes: what the user should know.
+    """
+
+    folder: Path
+    config: RunConfig
+    corpus: Corpus
+    model: GPT
+    optimizer: LowBitOptimizer
+    checkpoints: Checkpoints
+    step: int = 0
+    seconds: float = 0.0
+    metrics_bytes: int = 0
+    notes: list[str] = dataclasses.field(default_factory=list)
+    _lock: Any = None
+
+    @property
+    def header(self) -> str:
+        """What is trained on what, and where it is kept."""
+        c = self.config
+        kind = f"{c.experts} experts, {c.experts_per_token} per token" if c.experts else "dense"
+        count = sum(p.numel() for p in self.model.parameters())
+        return (
+            f"model    GPT, {c.layers} layers of width {c.width}, {kind}, {count:,} parameters\n"
+            f"formats  weights {c.weights}, first moment {c.exp_avg}, second moment {c.exp_avg_sq} "
+            f"(preset {c.preset}), {c.optimizer}\n"
+            f"text     {self.corpus.description}\n"
+            f"run      {self.folder}" + (f", resumed at step {self.step}" if self.step else "")
+        )
+
+
+def start(config: RunConfig, folder: Path) -> Run:
+    """Builds a new run and makes its directory."""
+    refuse_existing(folder)
+    config = _set_threads(config)
+    tokenizer = None if config.init is None else _run_folder(Path(config.init), TOKENIZER)
+    corpus, model, optimizer = _build(config, tokenizer)
+    checkpoints = Checkpoints(folder / "checkpoints", config.keep)
+    facts = {"text": corpus.fingerprint, "torch": torch.__version__, "masterless": masterless.__version__}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _locked(folder)
+        write_atomically(folder / "config.toml", lambda file: file.write(to_toml(config).encode()))
+        if corpus.tokenizer is not None:
+            write_atomically(folder / TOKENIZER, lambda file: file.write(corpus.tokenizer.to_str().encode()))
+        checkpoints.create(**facts)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be made ({reason_of(error)}); {remedy_for(error)}") from error
+    return Run(folder, config, corpus, model, optimizer, checkpoints, _lock=lock)
+
+
+def resume(folder: Path, from_step: int | None = None) -> Run:
+    """Rebuilds a run where its newest checkpoint, or the one of `from_step`, left it."""
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"{folder}: not a run directory, it has no config.toml; pass one that masterless train made")
+    config = _set_threads(resolve({}, read_toml(folder / "config.toml")))
+    lock = _locked(folder)
+    checkpoints = Checkpoints(folder / "checkpoints", config.keep)
+    checkpoints.open()
+    entry = checkpoints.entry(from_step)
+    content = None if entry is None else checkpoints.load(entry)
+    corpus, model, optimizer = _build(config, folder / TOKENIZER, initial=content is None)
+    if checkpoints.manifest.get("text") != corpus.fingerprint:
+        raise ConfigError(
+            f"{folder}: the text is not what this run was trained on (it changed, or Python did); restore it, or start "
+            f"a new run from these weights with --init {folder}"
+        )
+    run = Run(folder, config, corpus, model, optimizer, checkpoints, _lock=lock)
+    then = checkpoints.manifest.get("torch")
+    if then != torch.__version__:
+        run.notes.append(f"begun with torch {then}, now {torch.__version__}: the last bits of the losses may differ")
+    if entry is not None and content is not None:
+        try:
+            model.load_state_dict(content["model"])
+            optimizer.load_state_dict(content["optimizer"])
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise CheckpointError(
+                f"{folder / 'checkpoints' / entry['file']}: does not fit config.toml ({reason_of(error)}); restore the "
+                f"config.toml that it was made with"
+            ) from error
+        run.step, run.seconds, run.metrics_bytes = entry["step"], content["seconds"], entry["metrics_bytes"]
+    return run
+
+
+def execute(run: Run, display: Display, stop: StopFlag, sample: int = 0, tensorboard: bool = False) -> dict[str, Any]:
+    """Trains to the end, or until `stop` is set; returns the summary, which is also written to the directory.
+
+    A run that was stopped has been saved; its summary has the status "interrupted".
+    """
+    config, model, optimizer = run.config, run.model, run.optimizer
+    settings = build_settings(config)
+    writer = _summary_writer(run.folder / "tensorboard", run.step) if tensorboard else None
+    metrics = MetricsFile(run.folder / "metrics.jsonl", run.metrics_bytes)
+    earlier = read_metrics(run.folder / "metrics.jsonl")
+    last_evaluation = next((r for r in reversed(earlier) if r.get("validation_loss") is not None), None)
+    validation = None if last_evaluation is None else last_evaluation["validation_loss"]
+    stalled = next((stalled_share(r["stalls"]) for r in reversed(earlier) if "stalls" in r), None)
+    stepper = None
+    if config.step_in_backward:
+        stepper = step_in_backward(model, optimizer, clip_norm=config.clip or None)
+    # With a step in every backward pass there is no step() to sample: the monitor would see no gradients.
+    stalls = Stalls(optimizer, 0 if config.step_in_backward else settings.eval_every or settings.steps)
+    speed = Speed(config.batch * config.accumulate * config.seq_len)
+    began = time.monotonic()
+    size = memory_of(optimizer)["predicted_per_parameter"]
+    done = run.step
+
+    def save() -> None:
+        metrics.flush(sync=True)
+        content = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "seconds": run.seconds + time.monotonic() - began,
+        }
+        run.checkpoints.save(done, metrics.size, content)
+
+    def on_step(report: StepReport) -> None:
+        nonlocal validation, stalled, done, size
+        done = report.step + 1
+        row: dict[str, Any] = {"step": done, "loss": report.loss, "lr": report.lr}
+        if report.grad_norm is not None:
+            row["grad_norm"] = report.grad_norm
+        if (sampled := stalls.after()) is not None:
+            row["stalls"] = sampled
+            stalled = stalled_share(sampled)
+        evaluated = report.validation_loss is not None
+        if evaluated:
+            row["validation_loss"] = validation = report.validation_loss
+            size = memory_of(optimizer)["measured_per_parameter"]
+        metrics.append(row)
+        if writer is not None:
+            for name, value in row.items():
+                if isinstance(value, float):
+                    writer.add_scalar(name, value, done)
+        speed.step()
+        left = (settings.steps - done) * speed.seconds_per_step
+        display.update(
+            Status(
+                done, settings.steps, report.loss, validation, evaluated, speed.tokens_per_second, size, stalled, left
+            )
+        )
+        if done == settings.steps or stop.signal or (config.save_every and done % config.save_every == 0):
+            save()
+        if stop.signal and done < settings.steps:
+            raise _Interrupted
+        stalls.before(done + 1)
+
+    display.start(run.header)
+    status = "finished"
+    try:
+        stalls.before(run.step + 1)
+        result = train(model, optimizer, run.corpus, settings, on_step, run.step)
+        validation = result.final_validation_loss
+    except _Interrupted:
+        status = "interrupted"
+    finally:
+        display.stop()
+        if stepper is not None:
+            stepper.remove()
+        if writer is not None:
+            writer.close()
+        metrics.close()
+    memory = memory_of(optimizer)
+    summary = {
+        "status": status,
+        "run": str(run.folder),
+        "step": done,
+        "steps": settings.steps,
+        "validation_loss": validation,
+        "bytes_per_parameter": memory["measured_per_parameter"],
+        "predicted_bytes_per_parameter": memory["predicted_per_parameter"],
+        "memory": memory,
+        "peak_bytes": peak_memory(),
+        "tokens_per_second": round(speed.tokens_per_second, 1) if done > run.step else None,
+        "seconds": round(run.seconds + time.monotonic() - began, 2),
+        "stalled": stalled,
+        "histograms": stalls.histograms,
+        "text": run.corpus.description,
+        "versions": {"masterless": masterless.__version__, "torch": torch.__version__},
+    }
+    if sample and status == "finished":
+        summary["sample"] = sample_text(run, sample)
+    write_atomically(run.folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=1).encode()))
+    return summary
+
+
+def sample_text(run: Run, tokens: int) -> str:
+    """Text that the model writes as the beginning of a document."""
+    prompt = torch.tensor([[END_OF_DOCUMENT]])
+    generator = torch.Generator().manual_seed(run.config.seed)
+    return run.corpus.decode(run.model.generate(prompt, tokens, temperature=0.8, generator=generator)[0, 1:])
+
+
+def inherited(path: Path) -> dict[str, Any]:
+    """The model's shape and vocabulary of the run that a checkpoint belongs to; empty if it belongs to none."""
+    found = _run_folder(path, "config.toml")
+    stored = {} if found is None else read_toml(found)
+    return {key: value for key, value in stored.items() if key in MODEL_KEYS or key == "vocab"}
+
+
+def _run_folder(path: Path, name: str) -> Path | None:
+    """A file of the run that `path` (its directory, or one of its checkpoints) belongs to."""
+    for folder in (path, path.parent.parent):
+        if (folder / name).is_file() and (folder / "config.toml").is_file():
+            return folder / name
+    return None
+
+
+def _build(config: RunConfig, tokenizer: Path | None, initial: bool = True) -> tuple[Corpus, GPT, LowBitOptimizer]:
+    corpus = build_corpus(config, tokenizer)
+    model = quantize_model(build_model(config, corpus.vocab_size), config)
+    if config.init is not None and initial:
+        load_initial(model, Path(config.init))
+    return corpus, model, build_optimizer(model, config)
+
+
+def _set_threads(config: RunConfig) -> RunConfig:
+    """Fixes the number of threads: sums split differently among them round differently."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    return dataclasses.replace(config, threads=torch.get_num_threads())
+
+
+def _locked(folder: Path) -> Any:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"{folder}: another process is training here; wait for it or stop it") from None
+    return file
+
+
+def _summary_writer(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "--tensorboard: TensorBoard is not installed; pip install tensorboard, or leave it out"
+        ) from None
+    return SummaryWriter(str(folder), purge_step=step)
