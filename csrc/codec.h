@@ -3,6 +3,7 @@
 // Contract:
 //   * A span is a run of a row that starts at a chunk, and at a block unless one block covers all of it.
 //   * Float buffers hold the span's n numbers, then zeros up to a whole vector.
+//   * Random words, one an element, are drawn beforehand (`rules.h`); without words a number is rounded to nearest.
 //   * Metadata is explicit: decoding reads what is stored; encoding is given the metadata to use, so that the
 //     scale of a block can be known before (held scales) or from elsewhere (rows longer than a span).
 #pragma once
@@ -19,7 +20,7 @@ inline namespace MASTERLESS_ISA {
 struct Span {
     int64_t row, col;
     int n;
-    uint64_t chunk;  // number of its first chunk in the whole parameter, for the random bits
+    uint64_t chunk;  // number of its first chunk in the whole parameter, for the random words
 };
 
 struct Codes {  // one byte a code; the finer bits of a weight apart
@@ -96,32 +97,29 @@ class Summary {
 // --- plain floats -------------------------------------------------------------------------------------------
 
 // fp32 to bf16 on the bits; a carry past the largest finite number is stopped there.
-inline vi round_bf16(vf x, bool stochastic, vu words) {
+inline vi round_bf16(vf x, const uint32_t* words) {
     const vu b = (vu)bits(x), magnitude = b & 0x7FFFFFFFu;
-    const vu add = stochastic ? dither(words) : 0x7FFFu + ((magnitude >> 16) & 1u);
+    const vu add = words ? dither(load<vu>(words)) : 0x7FFFu + ((magnitude >> 16) & 1u);
     const vu rounded = min((magnitude + add) & 0xFFFF0000u, splat(kBf16Max));
     return (vi)(rounded | (b & 0x80000000u));
 }
 
-inline void copy_floats(float* out, const float* in, int n) { std::memcpy(out, in, (size_t)n * sizeof(float)); }
+inline void copy_floats(float* out, const float* in, int n) {
+    if (out != in) std::memcpy(out, in, (size_t)n * sizeof(float));
+}
 
 inline void widen_floats(float* out, const uint16_t* in, int n) {
     int e = 0;
-    for (; e + kLanes <= n; e += kLanes) store(out + e, widen_bf16(load<vh>(in + e)));
+    for (; e + kLanes <= n; e += kLanes) store(out + e, load_bf16(in + e));
     for (; e < n; ++e) out[e] = from_bits((uint32_t)in[e] << 16);
 }
 
-inline void encode_bf16(uint16_t* out, const float* x, int n, bool stochastic, uint64_t key, uint64_t chunk,
-                        float* decoded) {
-    for (int start = 0; start < n; start += kChunk) {
-        const ChunkRandom random(key, chunk + (uint64_t)(start / kChunk));
-        const int stop = n - start < kChunk ? n : start + kChunk;
-        for (int e = start; e < stop; e += kLanes) {
-            const vi rounded = round_bf16(load<vf>(x + e), stochastic, random.words(e - start));
-            const vh upper = upper_half(rounded);
-            std::memcpy(out + e, &upper, (size_t)(stop - e < kLanes ? stop - e : kLanes) * sizeof(uint16_t));
-            if (decoded) store(decoded + e, from_bits(rounded));
-        }
+inline void encode_bf16(uint16_t* out, const float* x, int n, const uint32_t* words, float* decoded) {
+    for (int e = 0; e < n; e += kLanes) {
+        const vi rounded = round_bf16(load<vf>(x + e), words ? words + e : nullptr);
+        const vh upper = upper_half(rounded);
+        std::memcpy(out + e, &upper, (size_t)(n - e < kLanes ? n - e : kLanes) * sizeof(uint16_t));
+        if (decoded) store(decoded + e, from_bits(rounded));
     }
 }
 
@@ -129,13 +127,14 @@ inline void encode_bf16(uint16_t* out, const float* x, int n, bool stochastic, u
 
 template <class Grid>
 inline void decode_scaled(const Grid& grid, const MlStorage& s, const Span& span, const Codes& codes, float* out) {
+    const uint8_t *const visible = codes.visible, *const finer = codes.hidden;
     const int64_t first = metadata_index(s, span);
-    const float unit = 1.0f / (float)(1 << s.hidden);
+    const int hidden = s.hidden;
     for_each_run(span, s.block, [&](int e, int length, int block) {
-        const float scale = read_scale(s, first + block) * unit;
+        const float scale = read_scale(s, first + block) * (1.0f / (float)(1 << hidden));
         for (int i = e; i < e + length; i += kLanes) {
-            vi code = widen(load<vb>(codes.visible + i));
-            if (s.hidden) code = (code << s.hidden) + widen(load<vb>(codes.hidden + i));
+            vi code = load_bytes(visible + i);
+            if (hidden) code = (code << hidden) + load_bytes(finer + i);
             store(out + i, grid.level(code) * scale);
         }
     });
@@ -143,46 +142,55 @@ inline void decode_scaled(const Grid& grid, const MlStorage& s, const Span& span
 
 template <bool kStochastic, class Grid>
 inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span, const float* x,
-                          const Metadata* blocks, const Codes& codes, float* decoded) {
+                          const uint32_t* words, const Metadata* blocks, const Codes& codes, float* decoded) {
     alignas(64) float quotients[kChunk];
+    uint8_t *const visible = codes.visible, *const finer = codes.hidden;
+    const int hidden = s.hidden, zero_code = s.zero_code;
+    const bool is_signed = s.is_signed;
     for_each_run(span, s.block, [&](int e, int length, int block) {
-        const float scale = blocks[block].scale, unit = scale * (1.0f / (float)(1 << s.hidden));
-        const Divisor divisor(scale, s.hidden);
-        const ChunkRandom random(s.key, span.chunk + (uint64_t)(e / kChunk));
-        if (divisor.by_reciprocal())
-            for (int i = 0; i < length; i += kLanes) store(quotients + i, divisor.by_multiplication(load<vf>(x + e + i)));
-        else
-            for (int i = 0; i < length; i += kLanes) store(quotients + i, divisor.by_division(load<vf>(x + e + i)));
+        const float scale = blocks[block].scale, unit = scale * (1.0f / (float)(1 << hidden));
+        const float* numerators = x + e;
+        Divisor quotient;
+        if (Divisor::suits(scale)) {
+            quotient = Divisor(scale, hidden);
+        } else {
+            divide(x + e, length, scale, hidden, quotients);
+            numerators = quotients;
+        }
         for (int i = 0; i < length; i += kLanes) {
-            const vu words = kStochastic ? random.words(e % kChunk + i) : vu{};
+            const vu random = kStochastic ? load<vu>(words + e + i) : vu{};
             vi code;
-            const vf level = grid.template encode<kStochastic>(load<vf>(quotients + i), words, code);
-            if (!s.is_signed) code -= (load<vf>(x + e + i) > 0.0f) & (code == s.zero_code);
-            if (s.hidden) store(codes.hidden + e + i, narrow(code & ((1 << s.hidden) - 1)));
-            store(codes.visible + e + i, narrow(code >> s.hidden));
+            const vf level = grid.template encode<kStochastic>(quotient(load<vf>(numerators + i)), random, code);
+            if (!is_signed) code -= (load<vf>(x + e + i) > 0.0f) & (code == zero_code);
+            if (hidden) {
+                store_bytes(finer + e + i, code & ((1 << hidden) - 1));
+                code >>= hidden;
+            }
+            store_bytes(visible + e + i, code);
             if (decoded) store(decoded + e + i, level * unit);
         }
     });
 }
 
-template <int kRounding>
-inline void encode_log(const MlStorage& s, const Span& span, const float* x, const Metadata* blocks,
-                       const Codes& codes) {
+template <class Grid, int kRounding>
+inline void encode_log(const MlStorage& s, const Span& span, const float* x, const uint32_t* words,
+                       const Metadata* blocks, const Codes& codes) {
+    uint8_t* const visible = codes.visible;
     for_each_run(span, s.block, [&](int e, int length, int block) {
-        const LogGrid grid(blocks[block].log, s.bits);
-        const ChunkRandom random(s.key, span.chunk + (uint64_t)(e / kChunk));
-        for (int i = 0; i < length; i += kLanes) {
-            const vu words = kRounding == ML_NEAREST ? vu{} : random.words(e % kChunk + i);
-            store(codes.visible + e + i, narrow(grid.encode<kRounding>(load<vf>(x + e + i), words)));
+        const Grid grid(blocks[block].log, s.bits);
+        for (int i = e; i < e + length; i += kLanes) {
+            const vu random = kRounding == ML_NEAREST ? vu{} : load<vu>(words + i);
+            store_bytes(visible + i, grid.template encode<kRounding>(load<vf>(x + i), random));
         }
     });
 }
 
 inline void decode_log(const MlStorage& s, const Span& span, const Codes& codes, float* out) {
+    const uint8_t* const visible = codes.visible;
     const int64_t first = metadata_index(s, span);
     for_each_run(span, s.block, [&](int e, int length, int block) {
         const LogGrid grid(read_log_block(s, first + block), s.bits);
-        for (int i = e; i < e + length; i += kLanes) store(out + i, grid.level(widen(load<vb>(codes.visible + i))));
+        for (int i = e; i < e + length; i += kLanes) store(out + i, grid.level(load_bytes(visible + i)));
     });
 }
 
@@ -215,31 +223,34 @@ inline void decode(const MlStorage& s, int64_t cols, const Span& span, const Cod
     for (int e = span.n; e % kLanes; ++e) out[e] = 0.0f;
 }
 
-// Stores a span; `blocks` is its metadata (scaled formats). `decoded`, if asked for, receives what decoding would give;
-// with `dry` nothing is written.
-inline void encode(const MlStorage& s, int64_t cols, const Span& span, const float* x, const Metadata* blocks,
-                   const Codes& codes, float* decoded, bool dry = false) {
+// Stores a span; `blocks` is its metadata (scaled formats), `words` its random words (null: round to nearest). `decoded`,
+// if asked for, receives what decoding would give; with `dry` nothing is written.
+inline void encode(const MlStorage& s, int64_t cols, const Span& span, const float* x, const uint32_t* words,
+                   const Metadata* blocks, const Codes& codes, float* decoded, bool dry = false) {
     const int64_t at = span.row * cols + span.col;
-    const bool master = s.values && is_scaled(s), stochastic = s.rounding != ML_NEAREST && !master;
     if (s.kind == ML_BFLOAT16) {
         uint16_t* out = dry ? (uint16_t*)codes.visible : (uint16_t*)s.values + at;
-        encode_bf16(out, x, span.n, stochastic, s.key, span.chunk, decoded);
-        return;
+        return encode_bf16(out, x, span.n, words, decoded);
     }
-    if (s.values) {
+    if (s.values) {  // fp32, or a master copy
         if (!dry) copy_floats((float*)s.values + at, x, span.n);
         if (decoded) copy_floats(decoded, x, span.n);
         if (s.kind == ML_FLOAT32) return;
+        decoded = nullptr;
     }
     if (s.kind == ML_LOG) {
-        if (s.rounding == ML_NEAREST) encode_log<ML_NEAREST>(s, span, x, blocks, codes);
-        if (s.rounding == ML_STOCHASTIC) encode_log<ML_STOCHASTIC>(s, span, x, blocks, codes);
-        if (s.rounding == ML_STOCHASTIC_LOG) encode_log<ML_STOCHASTIC_LOG>(s, span, x, blocks, codes);
+        if (!words)
+            encode_log<LogGrid, ML_NEAREST>(s, span, x, words, blocks, codes);
+        else if (s.rounding == ML_STOCHASTIC_LOG)
+            encode_log<LogGrid, ML_STOCHASTIC_LOG>(s, span, x, words, blocks, codes);
+        else if (s.bits == 2)
+            encode_log<TwoBitLogGrid, ML_STOCHASTIC>(s, span, x, words, blocks, codes);
+        else
+            encode_log<LogGrid, ML_STOCHASTIC>(s, span, x, words, blocks, codes);
     } else {
-        float* values = master ? nullptr : decoded;
         with_grid(s, [&](const auto& grid) {
-            stochastic ? encode_scaled<true>(grid, s, span, x, blocks, codes, values)
-                       : encode_scaled<false>(grid, s, span, x, blocks, codes, values);
+            words ? encode_scaled<true>(grid, s, span, x, words, blocks, codes, decoded)
+                  : encode_scaled<false>(grid, s, span, x, words, blocks, codes, decoded);
         });
     }
     if (dry) return;

@@ -54,7 +54,7 @@ class LogStatistics {
         const uint32_t intervals = (uint32_t)((1 << s.bits) - 1 - block.zero_flag) << kStepUnit;
         const uint32_t low = low_bits(s.low_rank);
         const uint32_t range = top > low ? top - low : 0;
-        const uint32_t step = (uint32_t)(((uint64_t)range + intervals - 1) / intervals);
+        const uint32_t step = (range + intervals - 1) / intervals;
         block.step = (int32_t)(step < 1 ? 1 : step > 0x7FFF ? 0x7FFF : step);
         return block;
     }
@@ -67,22 +67,25 @@ class LogStatistics {
         constexpr int kVectors = kWidth / kLanes;
         vu minima[kVectors];
         vi top{};
+        vu lowest = splat(kNone);
         for (int k = 0; k < kVectors; ++k) minima[k] = splat(kNone);
-        vi no_zero = splat(-1);
         for (int e = 0; e < n; e += kWidth)
             for (int k = 0; k < kVectors; ++k) {
                 const vi b = load<vi>(x + e + k * kLanes);
                 top = max(top, b);
                 minima[k] = min(minima[k], (vu)b - 1u);
-                no_zero &= b != 0;
+                lowest = min(lowest, (vu)b);
             }
-        for (int i = 0; i < kLanes; ++i) top_ = (uint32_t)top[i] > top_ ? (uint32_t)top[i] : top_;
-        has_zero_ |= !all(no_zero);
-        for (int k = 0; k < kVectors; ++k)
-            for (int i = 0; i < kLanes; ++i) {
-                uint32_t& m = minima_[(k * kLanes + i) % lanes_];
-                m = minima[k][i] < m ? minima[k][i] : m;
-            }
+        const uint32_t largest = (uint32_t)horizontal_max(top);
+        top_ = largest > top_ ? largest : top_;
+        has_zero_ |= !all(lowest != 0u);
+        uint32_t by_position[kWidth];
+        std::memcpy(by_position, minima, sizeof by_position);
+        for (int i = 0; i < kWidth; i += lanes_) lanes_ == 8 ? fold(by_position + i, 8) : fold(by_position + i, lanes_);
+    }
+
+    inline void fold(const uint32_t* bits_minus_one, int lanes) {
+        for (int i = 0; i < lanes; ++i) minima_[i] = bits_minus_one[i] < minima_[i] ? bits_minus_one[i] : minima_[i];
     }
 
     void add_irregular(const float* x, int n) {
@@ -97,6 +100,14 @@ class LogStatistics {
 
     // Bits of the lowest level: of the lanes that hold a positive number, the one of the given rank out of 0 ... 7.
     uint32_t low_bits(int rank) const {
+        if (rank == 0 || rank == 7) {  // the ends need no sorting; none + 1 wraps around to zero
+            uint32_t smallest = kNone, largest = 0;
+            for (int i = 0; i < 8; ++i) {
+                smallest = minima_[i] < smallest ? minima_[i] : smallest;
+                largest = minima_[i] + 1 > largest ? minima_[i] + 1 : largest;
+            }
+            return rank == 0 ? smallest + 1 : largest;
+        }
         uint32_t sorted[8];
         int found = 0;
         for (int i = 0; i < lanes_; ++i) {
@@ -163,6 +174,37 @@ class LogGrid {
     vf reciprocal_;
     int32_t last_, zero_code_;
     bool zero_flag_;
+};
+
+// The unbiased rounding of two-bit codes, where two comparisons find the interval: same result, fewer operations.
+class TwoBitLogGrid {
+  public:
+    TwoBitLogGrid(const LogBlock& block, int)
+        : top_(splat(block.top)), step_(splat(block.step << kStepUnit)), last_(3 - block.zero_flag),
+          zero_code_(block.zero_flag ? 3 : 0) {
+        for (int k = 0; k < 4; ++k) {
+            const int32_t b = block.top - k * (block.step << kStepUnit);
+            level_[k] = from_bits((uint32_t)(b > 0 ? b : 0));
+        }
+    }
+
+    template <int kRounding>
+    vi encode(vf x, vu words) const {
+        static_assert(kRounding == ML_STOCHASTIC, "the other roundings are LogGrid's");
+        const vi depth = top_ - bits(x), second = depth >= step_, third = depth >= step_ + step_;
+        const vf lower = select(third, splat(level_[3]), select(second, splat(level_[2]), splat(level_[1])));
+        const vf gap = select(third, splat(level_[2] - level_[3]),
+                              select(second, splat(level_[1] - level_[2]), splat(level_[0] - level_[1])));
+        vi code = select(third, splat(2), select(second, splat(1), vi{}));
+        code -= x - lower <= threshold(words) * gap;  // below the lowest level this always holds: code 3
+        code = min(code, splat(last_));
+        return select(bits(x) > 0, code, splat(zero_code_));
+    }
+
+  private:
+    vi top_, step_;
+    int32_t last_, zero_code_;
+    float level_[4];
 };
 
 }  // namespace MASTERLESS_ISA

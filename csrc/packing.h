@@ -2,7 +2,7 @@
 //
 // Contract: a code is cut into planes of 8, 4, 2 and 1 bits, highest bits first; a plane of p bits over n codes is
 // h = ceil(n * p / 8) bytes, byte i holding codes i, i + h, i + 2h, ... from its lowest bits up. Unused bits are zero.
-// Unpacked codes are one byte each; the loops have constant trip counts for full chunks and become plain vector code.
+// Unpacked codes are one byte each.
 #pragma once
 
 #include "random.h"
@@ -15,32 +15,60 @@ inline int plane_bytes(int n) {
     return (n * P + 7) / 8;
 }
 
+// The bytes of a full chunk's plane, 16 * P of them, as words.
+typedef uint32_t Words16 __attribute__((vector_size(16)));
+typedef uint32_t Words32 __attribute__((vector_size(32)));
+typedef uint32_t Words64 __attribute__((vector_size(64)));
+typedef uint32_t Words128 __attribute__((vector_size(128)));
+template <int P> struct PlaneWords;
+template <> struct PlaneWords<1> { Words16 words; };
+template <> struct PlaneWords<2> { Words32 words; };
+template <> struct PlaneWords<4> { Words64 words; };
+template <> struct PlaneWords<8> { Words128 words; };
+
+// Shifting whole words instead of bytes is fine: what crosses from byte to byte is masked away.
+template <int P>
+struct FullPlane {
+    using Plane = PlaneWords<P>;
+    static constexpr int kHeight = 16 * P, kPerByte = 8 / P;
+    static constexpr uint32_t kMask = ((1u << P) - 1u) * 0x01010101u;
+
+    template <bool kFirst>
+    static void unpack(const uint8_t* data, int low, uint8_t* codes) {
+        const Plane packed = load<Plane>(data);
+        for (int j = 0; j < kPerByte; ++j) {
+            Plane plane{((packed.words >> (j * P)) & kMask) << low};
+            if (!kFirst) plane.words |= load<Plane>(codes + j * kHeight).words;
+            store(codes + j * kHeight, plane);
+        }
+    }
+
+    static void pack(const uint8_t* codes, int low, uint8_t* data) {
+        Plane packed{};
+        for (int j = 0; j < kPerByte; ++j)
+            packed.words |= ((load<Plane>(codes + j * kHeight).words >> low) & kMask) << (j * P);
+        store(data, packed);
+    }
+};
+
 template <int P, bool kFirst>
 inline void unpack_plane(const uint8_t* data, int n, int low, uint8_t* codes) {
-    constexpr int kPerByte = 8 / P, kMask = (1 << P) - 1;
+    if (n == kChunk) return FullPlane<P>::template unpack<kFirst>(data, low, codes);
+    constexpr int kMask = (1 << P) - 1;
     const int height = plane_bytes<P>(n);
-    for (int j = 0; j < kPerByte; ++j) {
-        const int count = n - j * height < height ? n - j * height : height;
-        uint8_t* out = codes + j * height;
-        for (int i = 0; i < count; ++i) {
-            const uint8_t code = (uint8_t)(((data[i] >> (j * P)) & kMask) << low);
-            out[i] = kFirst ? code : (uint8_t)(out[i] | code);
-        }
+    for (int e = 0; e < n; ++e) {
+        const uint8_t code = (uint8_t)(((data[e % height] >> (e / height * P)) & kMask) << low);
+        codes[e] = kFirst ? code : (uint8_t)(codes[e] | code);
     }
 }
 
 template <int P>
 inline void pack_plane(const uint8_t* codes, int n, int low, uint8_t* data) {
-    constexpr int kPerByte = 8 / P, kMask = (1 << P) - 1;
+    if (n == kChunk) return FullPlane<P>::pack(codes, low, data);
+    constexpr int kMask = (1 << P) - 1;
     const int height = plane_bytes<P>(n);
-    for (int j = 0; j < kPerByte; ++j) {
-        const int count = n - j * height < height ? n - j * height : height;
-        const uint8_t* in = codes + j * height;
-        for (int i = 0; i < count; ++i) {
-            const uint8_t code = (uint8_t)(((in[i] >> low) & kMask) << (j * P));
-            data[i] = j == 0 ? code : (uint8_t)(data[i] | code);
-        }
-    }
+    for (int i = 0; i < height; ++i) data[i] = 0;
+    for (int e = 0; e < n; ++e) data[e % height] |= (uint8_t)(((codes[e] >> low) & kMask) << (e / height * P));
 }
 
 template <bool kFirst>
@@ -62,8 +90,8 @@ inline uint8_t* pack_plane_of(int width, const uint8_t* codes, int n, int low, u
     }
 }
 
-// The n codes of one chunk (n < 128 at the end of a row) to one byte each; returns the end of the chunk's bytes.
-inline const uint8_t* unpack_chunk(const uint8_t* data, int n, int bits, uint8_t* codes) {
+// The n codes of one chunk (n < 128 at the end of a row) to one byte each.
+inline void unpack_chunk(const uint8_t* data, int n, int bits, uint8_t* codes) {
     bool first = true;
     for (int width = 8, low = bits; width >= 1; width /= 2) {
         if (low < width) continue;
@@ -72,27 +100,49 @@ inline const uint8_t* unpack_chunk(const uint8_t* data, int n, int bits, uint8_t
                      : unpack_planes_of<false>(width, data, n, low, codes);
         first = false;
     }
-    return data;
 }
 
-inline uint8_t* pack_chunk(const uint8_t* codes, int n, int bits, uint8_t* data) {
+inline void pack_chunk(const uint8_t* codes, int n, int bits, uint8_t* data) {
     for (int width = 8, low = bits; width >= 1; width /= 2) {
         if (low < width) continue;
         low -= width;
         data = pack_plane_of(width, codes, n, low, data);
     }
-    return data;
 }
 
-// A run of `n` codes that starts at a chunk.
+// A run of `n` codes that starts at a chunk. Widths that are one plane need no look at the chunk's width.
+template <int P>
+inline void unpack_full_chunks(const uint8_t* data, int n, uint8_t* codes) {
+    for (int e = 0; e + kChunk <= n; e += kChunk) FullPlane<P>::template unpack<true>(data + e / 8 * P, 0, codes + e);
+}
+
+template <int P>
+inline void pack_full_chunks(const uint8_t* codes, int n, uint8_t* data) {
+    for (int e = 0; e + kChunk <= n; e += kChunk) FullPlane<P>::pack(codes + e, 0, data + e / 8 * P);
+}
+
 inline void unpack(const uint8_t* data, int n, int bits, uint8_t* codes) {
-    for (int e = 0; e < n; e += kChunk) data = n - e >= kChunk ? unpack_chunk(data, kChunk, bits, codes + e)
-                                                               : unpack_chunk(data, n - e, bits, codes + e);
+    int done = n / kChunk * kChunk;
+    switch (bits) {
+        case 8: unpack_full_chunks<8>(data, n, codes); break;
+        case 4: unpack_full_chunks<4>(data, n, codes); break;
+        case 2: unpack_full_chunks<2>(data, n, codes); break;
+        default: done = 0;
+    }
+    for (int e = done; e < n; e += kChunk)
+        unpack_chunk(data + e / 8 * bits, n - e < kChunk ? n - e : kChunk, bits, codes + e);
 }
 
 inline void pack(const uint8_t* codes, int n, int bits, uint8_t* data) {
-    for (int e = 0; e < n; e += kChunk) data = n - e >= kChunk ? pack_chunk(codes + e, kChunk, bits, data)
-                                                               : pack_chunk(codes + e, n - e, bits, data);
+    int done = n / kChunk * kChunk;
+    switch (bits) {
+        case 8: pack_full_chunks<8>(codes, n, data); break;
+        case 4: pack_full_chunks<4>(codes, n, data); break;
+        case 2: pack_full_chunks<2>(codes, n, data); break;
+        default: done = 0;
+    }
+    for (int e = done; e < n; e += kChunk)
+        pack_chunk(codes + e, n - e < kChunk ? n - e : kChunk, bits, data + e / 8 * bits);
 }
 
 // Bytes that the whole chunks before element `e` (a multiple of a chunk) take.

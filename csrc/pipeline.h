@@ -7,6 +7,8 @@
 //   * Working memory is `Workspace`, one a thread, whatever the size of the parameter.
 #pragma once
 
+#include <initializer_list>
+
 #include "codec.h"
 #include "rules.h"
 
@@ -24,6 +26,9 @@ struct Workspace {
     alignas(64) float m[kMaxSpan + 80];
     alignas(64) float v[kMaxSpan + 112];
     alignas(64) float unit[kMaxSpan + 144];
+    alignas(64) uint32_t weight_words[kMaxSpan + 176];
+    alignas(64) uint32_t first_words[kMaxSpan + 208];
+    alignas(64) uint32_t second_words[kMaxSpan + 240];
     alignas(64) uint8_t visible[2 * kMaxSpan + 64];
     alignas(64) uint8_t hidden[kMaxSpan + 64];
     Metadata blocks[kMaxBlocks];
@@ -45,7 +50,8 @@ class Pipeline {
     Pipeline(MlTask& task, Workspace& work, const Metadata* weight_scale, const float* mean_rows)
         : t_(task), b_(work), weight_scale_(weight_scale), mean_rows_(mean_rows),
           has_first_(task.first.kind != ML_NONE), inject_(task.inject_error && task.first.kind != ML_NONE),
-          rule_(rule_function(task.rule, has_first_)) {}
+          rule_(rule_function(task.rule, has_first_)), weight_draw_(draw(task.weight, work.weight_words)),
+          first_draw_(draw(task.first, work.first_words)), second_draw_(draw(task.second, work.second_words)) {}
 
     static int64_t unit_length(const MlTask& t) { return t.tile > kSpan ? t.tile : kSpan; }
 
@@ -58,8 +64,9 @@ class Pipeline {
     int64_t step(int64_t row, int64_t col, int64_t n) {
         if (n > kMaxSpan) return step_long(row, col, n);
         const Span s = span(row, col, n);
+        prefetch_after(s);
         if (load_gradient(s)) {
-            target(s);
+            target(s, n % kLanes == 0);
             finish(s, Known{weight_scale_});
             return 0;
         }
@@ -72,31 +79,44 @@ class Pipeline {
     // The gradient as stored; false if an element or its square is not finite.
     bool load_gradient(const Span& s) {
         const int64_t at = s.row * t_.cols + s.col;
-        if (t_.grad_is_bf16)
-            widen_floats(b_.g, (const uint16_t*)t_.grad + at, s.n);
-        else
-            copy_floats(b_.g, (const float*)t_.grad + at, s.n);
-        for (int e = s.n; e % kLanes; ++e) b_.g[e] = 0.0f;
         vi finite = splat(-1);
-        for (int e = 0; e < s.n; e += kLanes) finite &= is_finite_square(load<vf>(b_.g + e));
+        g_ = b_.g;
+        if (t_.grad_is_bf16) {
+            widen_floats(b_.g, (const uint16_t*)t_.grad + at, s.n);
+        } else if (s.n % kLanes == 0) {
+            g_ = (const float*)t_.grad + at;
+        } else {
+            copy_floats(b_.g, (const float*)t_.grad + at, s.n);
+        }
+        for (int e = s.n; e % kLanes; ++e) b_.g[e] = 0.0f;
+        for (int e = 0; e < s.n; e += kLanes) finite &= is_finite_square(load<vf>(g_ + e));
         return all(finite);
     }
 
     // Elements of the loaded gradient that are not finite, or whose square is not.
     int64_t count_bad(int n) const {
         int64_t bad = 0;
-        for (int e = 0; e < n; ++e) bad += !(b_.g[e] * b_.g[e] <= 3.402823466e+38f);
+        for (int e = 0; e < n; ++e) bad += !(g_[e] * g_[e] <= kLargest);
         return bad;
     }
 
-    void decode_weight(const Span& s) { decode(t_.weight, t_.cols, s, b_.codes(), b_.w); }
+    const float* gradient() const { return g_; }
 
-    // From the loaded gradient: buffer w becomes the target W~, m and v the new moments.
-    void target(const Span& s) {
-        decode_weight(s);
+    void decode_weight(const Span& s) {
+        w_ = b_.w;
+        decode(t_.weight, t_.cols, s, b_.codes(), b_.w);
+    }
+
+    // From the loaded gradient: buffer w becomes the target W~, m and v the new moments. With `in_place` a plain fp32
+    // weight is its own buffer.
+    void target(const Span& s, bool in_place = false) {
+        if (in_place && t_.weight.kind == ML_FLOAT32)
+            w_ = (float*)t_.weight.values + s.row * t_.cols + s.col;
+        else
+            decode_weight(s);
         if (has_first_) decode(t_.first, t_.cols, s, b_.codes(), b_.m);
         decode_second(s);
-        rule_(t_, s.n, {b_.g, b_.w, b_.m, b_.v, b_.unit});
+        rule_(t_, s.n, s.chunk, {g_, w_, b_.m, b_.v, b_.unit, weight_draw_, first_draw_, second_draw_});
         for (int e = s.n; e % kLanes; ++e) b_.w[e] = b_.m[e] = b_.v[e] = 0.0f;
     }
 
@@ -107,10 +127,32 @@ class Pipeline {
             decode(t_.second, t_.cols, s, b_.codes(), b_.v);
     }
 
-    const Workspace& buffers() const { return b_; }
-
   private:
-    static vi is_finite_square(vf g) { return g * g <= 3.402823466e+38f; }
+    // A master copy loses nothing, so its visible code is simply the nearest.
+    static Draw draw(const MlStorage& s, uint32_t* words) {
+        const bool plain = s.kind == ML_NONE || s.kind == ML_FLOAT32 || s.kind == ML_FACTORED;
+        const bool master = is_scaled(s) && s.values;
+        return {s.key, plain || master || s.rounding == ML_NEAREST ? nullptr : words};
+    }
+
+    static constexpr float kLargest = 3.402823466e+38f;
+    static vi is_finite_square(vf g) { return g * g <= kLargest; }
+
+    // Asks for what the next span of the same length will read; the stored arrays are contiguous across rows.
+    void prefetch_after(const Span& s) const {
+        const int64_t at = s.row * t_.cols + s.col + s.n, end = t_.rows * t_.cols;
+        if (at + s.n > end) return;
+        const int64_t grad_bytes = t_.grad_is_bf16 ? 2 : 4;
+        prefetch((const char*)t_.grad + at * grad_bytes, s.n * grad_bytes);
+        for (const MlStorage* stored : {&t_.weight, &t_.first, &t_.second}) {
+            if (stored->kind == ML_FLOAT32) prefetch((const char*)stored->values + at * 4, s.n * 4);
+            if (stored->codes) prefetch((const char*)stored->codes + at / 8 * stored->bits, s.n / 8 * stored->bits);
+        }
+    }
+
+    static void prefetch(const char* p, int64_t bytes) {
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+    }
 
     // row_i / mean(row) * col_j
     void factored_estimate(const Span& s) {
@@ -124,8 +166,9 @@ class Pipeline {
     // Rounds and stores the target and the new moments.
     void finish(const Span& s, const Known& known) {
         round_weight(s, known.weight, false);
-        if (has_first_) store_moment(t_.first, s, b_.m, known.first);
-        if (t_.second.kind != ML_NONE && t_.second.kind != ML_FACTORED) store_moment(t_.second, s, b_.v, known.second);
+        if (has_first_) store_moment(t_.first, s, b_.m, first_draw_.words, known.first);
+        if (t_.second.kind != ML_NONE && t_.second.kind != ML_FACTORED)
+            store_moment(t_.second, s, b_.v, second_draw_.words, known.second);
     }
 
     // Stores the target (unless `dry`), and injects what rounding lost into the first moment.
@@ -133,14 +176,14 @@ class Pipeline {
         const MlStorage& weight = t_.weight;
         const Metadata* blocks = known ? known : weight_blocks(s);
         float* decoded = inject_ ? b_.g : nullptr;  // the gradient is spent
-        encode(weight, t_.cols, s, b_.w, blocks, b_.codes(), decoded, dry);
+        encode(weight, t_.cols, s, w_, weight_draw_.words, blocks, b_.codes(), decoded, dry);
         if (is_scaled(weight) && !known) {
             const int64_t first = metadata_index(weight, s);
             for (int k = 0; k < block_count(weight, s.n); ++k) write_metadata(weight, first + k, blocks[k]);
         }
         if (!inject_) return;
         for (int e = 0; e < s.n; e += kLanes) {
-            const vf error = load<vf>(b_.w + e) - load<vf>(decoded + e);
+            const vf error = load<vf>(w_ + e) - load<vf>(decoded + e);
             store(b_.m + e, load<vf>(b_.m + e) + error * load<vf>(b_.unit + e));
         }
         for (int e = s.n; e % kLanes; ++e) b_.m[e] = 0.0f;
@@ -160,7 +203,8 @@ class Pipeline {
         return b_.blocks;
     }
 
-    void store_moment(const MlStorage& moment, const Span& s, const float* x, const Metadata* known) {
+    void store_moment(const MlStorage& moment, const Span& s, const float* x, const uint32_t* words,
+                      const Metadata* known) {
         const Metadata* blocks = known;
         if (!known && is_scaled(moment)) {
             const int64_t first = metadata_index(moment, s);
@@ -174,7 +218,7 @@ class Pipeline {
             }
             blocks = b_.blocks;
         }
-        encode(moment, t_.cols, s, x, blocks, b_.codes(), nullptr);
+        encode(moment, t_.cols, s, x, words, blocks, b_.codes(), nullptr);
     }
 
     // --- a row that is one tile and does not fit into the buffers ---------------------------------------------
@@ -230,10 +274,13 @@ class Pipeline {
 
     MlTask& t_;
     Workspace& b_;
+    const float* g_ = nullptr;  // the loaded gradient and the weight: in the workspace, or where they are stored
+    float* w_ = nullptr;
     const Metadata* weight_scale_;
     const float* mean_rows_;
     const bool has_first_, inject_;
     const RuleFunction rule_;
+    const Draw weight_draw_, first_draw_, second_draw_;
 };
 
 }  // namespace MASTERLESS_ISA

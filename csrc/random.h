@@ -31,6 +31,12 @@ struct ChunkRandom {
     }
 };
 
+// Where one stored tensor's random words of a span go; none if it is rounded to nearest.
+struct Draw {
+    uint64_t key = 0;
+    uint32_t* words = nullptr;
+};
+
 // Integers below 2^16.
 inline vu dither(vu words) { return words >> 16; }
 

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "abi.h"
-#include "simd.h"
+#include "random.h"
 
 namespace masterless {
 inline namespace MASTERLESS_ISA {
@@ -129,31 +129,46 @@ inline vf descent_gradient(vf g, vf w, float sign, bool has_l2, float l2) {
 }
 
 struct TileBuffers {
-    float *g, *w, *m, *v, *unit;
+    const float* g;
+    float *w, *m, *v, *unit;
+    Draw weight, first, second;
 };
 
 // One rule over a span: w becomes the target W~, m and v the new moments, unit the factor of error injection.
+// The random words of the span are drawn along the way, for a rule mostly waits for division and square root.
 template <class Rule, bool kFirst>
-void apply_rule(const MlTask& task, int n, const TileBuffers& b) {
+void apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& b) {
     const Scalars c(task);
     const bool second_is_current = task.second.kind == ML_FACTORED, inject = task.inject_error && kFirst;
     const float sign = task.maximize ? -1.0f : 1.0f;
     const bool has_l2 = task.has_l2;
-    for (int e = 0; e < n; e += kLanes) {
-        const vf w = load<vf>(b.w + e);
-        const vf g = descent_gradient(load<vf>(b.g + e), w, sign, has_l2, c.l2);
-        const SecondMoment second{Rule::kSecond ? load<vf>(b.v + e) : vf{}, second_is_current, c};
-        const Update u = Rule::template step<kFirst>(g, kFirst ? load<vf>(b.m + e) : vf{}, second, c);
-        constexpr bool kDenominator = Rule::template has_denominator<kFirst>();
-        const vf moved = kDenominator ? u.direction / u.denominator : u.direction;
-        store(b.w + e, w * c.decay - moved * c.step_size);
-        if (kFirst) store(b.m + e, u.first);
-        if (Rule::kSecond) store(b.v + e, u.second);
-        if (inject) store(b.unit + e, kDenominator ? u.denominator * c.inject : splat(c.inject));
+    float *const weights = b.w, *const firsts = b.m, *const seconds = b.v, *const units = b.unit;
+    const float* const gradients = b.g;
+    uint32_t *const weight_words = b.weight.words, *const first_words = b.first.words,
+                   *const second_words = b.second.words;
+    for (int start = 0; start < n; start += kChunk, ++chunk) {
+        const ChunkRandom weight_random(b.weight.key, chunk), first_random(b.first.key, chunk),
+            second_random(b.second.key, chunk);
+        const int stop = n - start < kChunk ? n : start + kChunk;
+        for (int e = start; e < stop; e += kLanes) {
+            const vf w = load<vf>(weights + e);
+            const vf g = descent_gradient(load<vf>(gradients + e), w, sign, has_l2, c.l2);
+            const SecondMoment second{Rule::kSecond ? load<vf>(seconds + e) : vf{}, second_is_current, c};
+            const Update u = Rule::template step<kFirst>(g, kFirst ? load<vf>(firsts + e) : vf{}, second, c);
+            constexpr bool kDenominator = Rule::template has_denominator<kFirst>();
+            const vf moved = kDenominator ? u.direction / u.denominator : u.direction;
+            store(weights + e, w * c.decay - moved * c.step_size);
+            if (kFirst) store(firsts + e, u.first);
+            if (Rule::kSecond) store(seconds + e, u.second);
+            if (inject) store(units + e, kDenominator ? u.denominator * c.inject : splat(c.inject));
+            if (weight_words) store(weight_words + e, weight_random.words(e - start));
+            if (first_words) store(first_words + e, first_random.words(e - start));
+            if (second_words) store(second_words + e, second_random.words(e - start));
+        }
     }
 }
 
-using RuleFunction = void (*)(const MlTask&, int, const TileBuffers&);
+using RuleFunction = void (*)(const MlTask&, int, uint64_t, const TileBuffers&);
 
 template <class Rule>
 RuleFunction choose(bool has_first) {

@@ -46,42 +46,42 @@ inline float absmax(const float* x, int n) {
     return horizontal_max(m);
 }
 
-// x / scale * 2^shift for many x, correctly rounded like the division that it replaces.
+// x / scale * 2^shift, correctly rounded, without dividing.
 //
 // A 16-bit scale has at most 8 significant bits, so a quotient lies either on the midpoint of two floats or at
-// least 2^-9 of their distance away from it; one Newton correction with exact remainder (two fused operations) is
-// accurate to 2^-22 of that distance and rounds correctly. A scale with more bits, or one whose reciprocal or
-// remainders come near the ends of the exponent range, is divided by in the ordinary way.
-class Divisor {
-  public:
-    Divisor(float scale, int shift) : divisor_(splat(scale > 0.0f ? scale : 1.0f)), power_(splat((float)(1 << shift))) {
-#ifdef MASTERLESS_HAS_FMA
-        const uint32_t b = bits(divisor_[0]);
-        by_reciprocal_ = (b & 0xFFFFu) == 0 && b > (67u << 23) && b < (187u << 23);
-        if (by_reciprocal_) {
-            fine_ = divisor_ * (1.0f / power_);
-            reciprocal_ = splat(1.0f / fine_[0]);
-        }
-#endif
+// least 2^-9 of their distance away from it; one Newton correction with an exact remainder (two fused operations) is
+// accurate to 2^-22 of that distance and therefore rounds correctly. It does not suit a scale with more bits, nor one
+// whose reciprocal or remainders come near the ends of the exponent range.
+struct Divisor {
+    vf divisor = splat(1.0f), reciprocal = splat(1.0f);
+
+    Divisor() = default;  // divides by one
+    Divisor(float scale, int shift) {
+        const float fine = scale / (float)(1 << shift);
+        divisor = splat(fine);
+        reciprocal = splat(1.0f / fine);
     }
 
-    bool by_reciprocal() const { return by_reciprocal_; }
-
-    vf by_division(vf x) const { return x / divisor_ * power_; }
-
-    vf by_multiplication(vf x) const {
-#ifdef MASTERLESS_HAS_FMA
-        const vf q = x * reciprocal_;
-        return fma(fma(-q, fine_, x), reciprocal_, q);
-#else
-        return by_division(x);
-#endif
+    static bool suits(float scale) {
+        const uint32_t b = bits(scale);
+        return kHasFma && (b & 0xFFFFu) == 0 && b > (67u << 23) && b < (187u << 23);
     }
 
-  private:
-    vf divisor_, power_, fine_{}, reciprocal_{};
-    bool by_reciprocal_ = false;
+    vf operator()(vf x) const {
+        if (!kHasFma) return x;  // suits no scale, so it is only ever used to divide by one
+        const vf q = x * reciprocal;
+        return fma(fma(-q, divisor, x), reciprocal, q);
+    }
 };
+
+// The same by ordinary division, for any scale (0 counts as 1); stops short of infinity.
+inline void divide(const float* x, int n, float scale, int shift, float* out) {
+    const vf divisor = splat(scale > 0.0f ? scale : 1.0f), largest = splat(from_bits(0x7F7FFFFFu));
+    for (int e = 0; e < n; e += kLanes) {
+        const vf t = load<vf>(x + e) / divisor * (float)(1 << shift);
+        store(out + e, min(max(t, -largest), largest));
+    }
+}
 
 }  // namespace MASTERLESS_ISA
 }  // namespace masterless

@@ -60,11 +60,9 @@ inline float from_bits(uint32_t b) {
 
 inline vf to_float(vi x) { return __builtin_convertvector(x, vf); }
 inline vi to_int(vf x) { return __builtin_convertvector(x, vi); }  // truncates
-inline vi widen(vb x) { return __builtin_convertvector(x, vi); }
-inline vb narrow(vi x) { return __builtin_convertvector(x, vb); }
 
-// bf16 to fp32 is exact; the way back keeps the upper half.
-inline vf widen_bf16(vh x) { return from_bits((vi)(__builtin_convertvector(x, vu) << 16)); }
+// Bytes and halves in memory are integers in a vector.
+inline void store_bytes(uint8_t* p, vi x) { store(p, __builtin_convertvector(x, vb)); }
 inline vh upper_half(vi x) { return __builtin_convertvector((vu)x >> 16, vh); }
 
 inline vi lane_numbers() {
@@ -83,6 +81,8 @@ inline vu min(vu a, vu b) { return a < b ? a : b; }
 inline vf magnitude(vf x) { return from_bits(bits(x) & 0x7FFFFFFF); }
 
 #if defined(__AVX512F__)
+inline vi load_bytes(const uint8_t* p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline vi load_halves(const uint16_t* p) { return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 inline vf min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 inline vf max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 inline vf sqrt(vf x) { return (vf)_mm512_sqrt_ps((__m512)x); }
@@ -91,26 +91,38 @@ inline vf round_even(vf x) {
     return (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 inline vf gather(const float* table, vi index) { return (vf)_mm512_i32gather_ps((__m512i)index, table, 4); }
-#define MASTERLESS_HAS_FMA 1
+constexpr bool kHasFma = true;
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 inline float horizontal_max(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+inline int32_t horizontal_max(vi x) { return _mm512_reduce_max_epi32((__m512i)x); }
 inline bool all(vi mask) { return _mm512_movepi32_mask((__m512i)mask) == 0xFFFF; }
 #elif defined(__AVX2__)
+inline vi load_bytes(const uint8_t* p) { return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+inline vi load_halves(const uint16_t* p) { return (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline vf min(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
 inline vf max(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
 inline vf sqrt(vf x) { return (vf)_mm256_sqrt_ps((__m256)x); }
 inline vf floor(vf x) { return (vf)_mm256_floor_ps((__m256)x); }
 inline vf round_even(vf x) { return (vf)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline vf gather(const float* table, vi index) { return (vf)_mm256_i32gather_ps(table, (__m256i)index, 4); }
-#define MASTERLESS_HAS_FMA 1
+constexpr bool kHasFma = true;
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 inline float horizontal_max(vf x) {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
     m = _mm_max_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
 }
+inline int32_t horizontal_max(vi x) {
+    __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E));
+    return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1)));
+}
 inline bool all(vi mask) { return _mm256_movemask_ps((__m256)mask) == 0xFF; }
 #else
+constexpr bool kHasFma = false;
+inline vf fma(vf a, vf, vf) { return a; }  // never called
+inline vi load_bytes(const uint8_t* p) { return __builtin_convertvector(load<vb>(p), vi); }
+inline vi load_halves(const uint16_t* p) { return __builtin_convertvector(load<vh>(p), vi); }
 inline vf min(vf a, vf b) { return a < b ? a : b; }
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 inline vf sqrt(vf x) {
@@ -130,8 +142,9 @@ inline vf gather(const float* table, vi index) {
     for (int i = 0; i < kLanes; ++i) v[i] = table[index[i]];
     return v;
 }
-inline float horizontal_max(vf x) {
-    float m = x[0];
+template <class V>
+inline auto horizontal_max(V x) -> decltype(x[0] + 0) {
+    auto m = x[0];
     for (int i = 1; i < kLanes; ++i) m = x[i] > m ? x[i] : m;
     return m;
 }
@@ -141,6 +154,8 @@ inline bool all(vi mask) {
     return together == -1;
 }
 #endif
+
+inline vf load_bf16(const uint16_t* p) { return from_bits(load_halves(p) << 16); }
 
 }  // namespace MASTERLESS_ISA
 }  // namespace masterless

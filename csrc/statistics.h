@@ -109,7 +109,7 @@ inline void load_descent_gradient(const MlTask& t, Pipeline& p, Workspace& work,
     p.load_gradient(s);
     if (t.has_l2 || need_weight) p.decode_weight(s);
     for (int e = 0; e < s.n; e += kLanes)
-        store(work.g + e, descent_gradient(load<vf>(work.g + e), t.has_l2 ? load<vf>(work.w + e) : vf{},
+        store(work.g + e, descent_gradient(load<vf>(p.gradient() + e), t.has_l2 ? load<vf>(work.w + e) : vf{},
                                            t.maximize ? -1.0f : 1.0f, t.has_l2, t.l2));
 }
 

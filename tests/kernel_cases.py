@@ -27,7 +27,19 @@ SECONDS = [
     if parse(n).kind != "none" and not (parse(n).signed and parse(n).scaled and parse(n).family not in ("fp8", "fp4"))
 ]
 # Vectors, tails of every kind, rows shorter than a chunk, stacks, and a row just above one span of the kernel.
-SHAPES: list[tuple[int, ...]] = [(1,), (7,), (130,), (3, 128), (5, 200), (4, 33), (2, 1100), (3, 4, 48), (2, 3, 5, 5), (6, 384), (2, 9, 161)]
+SHAPES: list[tuple[int, ...]] = [
+    (1,),
+    (7,),
+    (130,),
+    (3, 128),
+    (5, 200),
+    (4, 33),
+    (2, 1100),
+    (3, 4, 48),
+    (2, 3, 5, 5),
+    (6, 384),
+    (2, 9, 161),
+]
 
 GRADIENTS = ["zeros", "sparse", "constant", "denormal", "tiny", "huge", "mixed", "nan", "inf", "overflow"]
 
@@ -177,7 +189,9 @@ def _ragged_log_blocks(case: Case) -> bool:
     fmt = as_second_moment(case.second)
     cols = Layout.of(case.shape).cols
     tail = cols % Layout.of(case.shape).block(fmt)
-    return fmt.kind == "log" and any(n % max(1, min(8, n // 16)) for n in (tail, min(cols, Layout.of(case.shape).block(fmt))))
+    return fmt.kind == "log" and any(
+        n % max(1, min(8, n // 16)) for n in (tail, min(cols, Layout.of(case.shape).block(fmt)))
+    )
 
 
 # F.pad turns the largest int64 into the smallest: the specification mistakes padding for the lowest number.

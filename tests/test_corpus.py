@@ -177,9 +177,7 @@ def test_batch_is_pure_and_shifted():
 def test_batches_differ_and_do_not_repeat_along_diagonals():
     tokens = torch.arange(1_000_000)
     starts = {
-        (seed, step): tuple(batch(tokens, seed, step, 4, 8)[0][:, 0].tolist())
-        for seed in range(4)
-        for step in range(4)
+        (seed, step): tuple(batch(tokens, seed, step, 4, 8)[0][:, 0].tolist()) for seed in range(4) for step in range(4)
     }
     assert len(set(starts.values())) == 16
 

@@ -61,7 +61,14 @@ def test_second_moment_formats(second):
 def test_rules(rule):
     check(
         [
-            Case(rule=rule, weight=weight, first=first, second=second, inject=first != "none" and rule != "lion", grad=grad)
+            Case(
+                rule=rule,
+                weight=weight,
+                first=first,
+                second=second,
+                inject=first != "none" and rule != "lion",
+                grad=grad,
+            )
             for weight, grad in (("int4", torch.bfloat16), ("fp32", torch.float32), ("bf16", torch.bfloat16))
             for first in ("int4", "none")
             for second in ("log2", "factored")
@@ -74,7 +81,11 @@ def test_unusual_gradients(gradients):
     check(
         [
             Case(weight=weight, first=first, second=second, gradients=gradients, weight_size=size, rule=rule, lr=lr)
-            for weight, first, second in (("int4", "int4", "log2"), ("fp8:row", "int8", "log8"), ("fp32", "fp8", "ufp8"))
+            for weight, first, second in (
+                ("int4", "int4", "log2"),
+                ("fp8:row", "int8", "log8"),
+                ("fp32", "fp8", "ufp8"),
+            )
             for size in (0.05, 1e-30, 1e30)
             for rule, lr in (("adam", 0.01), ("sgd", 1e-5))
         ]
@@ -196,7 +207,9 @@ def test_a_bad_tile_keeps_every_byte_and_the_others_move():
 
 def test_an_empty_list_and_empty_tensors():
     assert cpu.step([]) == []
-    assert cpu.step([build(Case(shape=(0,), second="fp32", first="fp32")), build(Case(shape=(0, 40), second="log2"))]) == [0, 0]
+    assert cpu.step(
+        [build(Case(shape=(0,), second="fp32", first="fp32")), build(Case(shape=(0, 40), second="log2"))]
+    ) == [0, 0]
 
 
 # --- whole tensors --------------------------------------------------------------------------------------

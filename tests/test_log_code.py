@@ -70,6 +70,33 @@ def test_metadata_takes_32_bits_a_block():
     }
 
 
+def lowest_by_the_contract(block: list[int], bits: int) -> int:
+    """Float bits of the lowest level: one of the sorted minima of interleaved lanes of at least 16 elements."""
+    lanes = max(1, min(8, len(block) // 16))
+    positive = ([b for b in block[lane::lanes] if b > 0] for lane in range(lanes))
+    minima = sorted(min(lane) for lane in positive if lane)
+    rank = {2: 7, 3: 3, 4: 1, 8: 0}[bits]  # of eight; of fewer lanes in proportion
+    return minima[(len(minima) - 1) * rank // 7] if minima else 0
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_the_lowest_level_is_the_contracts_for_blocks_of_every_length(name):
+    """Every length 1 ... 300 (so every tail), with and without zeros, against Python integers."""
+    fmt = parse(f"{name}:512")
+    for length in range(1, 301):
+        for zeros in (0.0, 0.5):
+            x = lognormal(1, length, seed=length)
+            x[torch.rand(1, length, generator=torch.Generator().manual_seed(length)) < zeros] = 0.0
+            bits = codec.float_bits(x)[0].tolist()
+            has_zero = min(bits) == 0 and max(bits) > 0
+            top = -(-max(bits) // 2**16) * 2**16
+            low = lowest_by_the_contract(bits, fmt.bits)
+            step = max(1, -(-(top - low) // ((2**fmt.bits - 1 - has_zero) * 2**13)))
+            parts = codec.encode(x, fmt)
+            assert parts["top"].item() == top >> 16
+            assert parts["step"].item() & 0xFFFF == step | (0x8000 if has_zero else 0), f"length {length}"
+
+
 # --- idempotence, nearest, bounds -------------------------------------------------------------------------
 
 

@@ -145,9 +145,7 @@ class _UsesOfWeights(TorchFunctionMode):
 def test_weights_are_used_whole():
     # What lets a quantized parameter work: matrices are only operands, never sliced, viewed or transposed.
     model, idx = build(TINY_MOE), tokens(TINY_MOE)
-    with _UsesOfWeights(
-        p for n, p in model.named_parameters() if p.dim() > 1 and n != "embed.weight"
-    ) as uses:
+    with _UsesOfWeights(p for n, p in model.named_parameters() if p.dim() > 1 and n != "embed.weight") as uses:
         model(idx, idx)
     assert uses.seen == {"linear", "einsum"}
 
@@ -179,9 +177,7 @@ def test_mixture_equals_naive_loop(experts, per_token):
     ours = torch.autograd.grad((output * direction).sum(), inputs)
     naive = torch.autograd.grad((expected * direction).sum(), inputs)
     for one, other in zip(ours, naive, strict=True):
-        torch.testing.assert_close(
-            one, other, rtol=1e-4, atol=1e-4
-        )  # sums over 22 tokens of values up to ten
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)  # sums over 22 tokens of values up to ten
 
 
 def test_mixture_drops_no_token_when_all_choose_the_same_expert():

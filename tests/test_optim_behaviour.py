@@ -1,6 +1,5 @@
 """What a torch.optim user does, done with ours: it works the same, or is refused (`test_optim_refusals.py`)."""
 
-import contextlib
 import copy
 import pickle
 
@@ -50,7 +49,7 @@ def train(model: nn.Module, optimizer, steps: int = 3, first: int = 0) -> list[t
 
 def build(name: str, params, **options):
     cls, formats = OPTIMIZERS[name]
-    return cls(params, lr=1e-2, **formats, **options)
+    return cls(params, lr=1e-3 if name == "RMSprop" else 1e-2, **formats, **options)
 
 
 def same(a, b) -> bool:
@@ -134,8 +133,6 @@ SCHEDULERS = {
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers_work_unmodified(kind, tensor_lr):
     """The same rates (and cycled betas) as under torch.optim.AdamW, and no warning."""
-    if kind == "OneCycleLR" and tensor_lr:
-        pytest.skip("torch's own OneCycleLR needs a float or a tensor that it may overwrite; covered by the others")
     courses = []
     for cls, options in ((ml.AdamW, LOW), (torch.optim.AdamW, {})):
         model = small_model()
@@ -183,7 +180,7 @@ OVERRIDES = {
     "weight_decay": 0.5,
     "exp_avg": "int8",
     "exp_avg_sq": "log4",
-    "moment_units": "update",
+    "moment_units": "gradient",  # "auto" means update units at 4 bits
     "maximize": True,
     "rounding": "nearest",
     "seed": 7,
@@ -340,91 +337,3 @@ def test_compiled_models(mode):
     end = train(compiled, ml.AdamW(compiled.named_parameters(), **LOW))
     named = [(f"_orig_mod.{n}", p) for n, p in twin.named_parameters()]  # torch.compile renames: so must the twin
     assert same(end, train(twin, ml.AdamW(named, **LOW)))
-
-
-# --- parameters of every kind -------------------------------------------------------------------------------
-
-
-def step_once(values: torch.Tensor, grad: torch.Tensor, name: str = "AdamW", steps: int = 3, **options):
-    p = nn.Parameter(values)
-    optimizer = build(name, [("p", p)], quantize="all", **options)
-    for _ in range(steps):
-        p.grad = grad.clone(memory_format=torch.preserve_format)
-        optimizer.step()
-    return p, optimizer
-
-
-@each_optimizer
-def test_strides_do_not_matter(name):
-    """Transposed, strided and channels_last parameters and gradients step as their contiguous copies do."""
-    generator = torch.Generator().manual_seed(0)
-    x, g = (torch.randn(6, 4, 5, 7, generator=generator) for _ in range(2))
-    expected = step_once(x.clone(), g, name)[0].detach()
-    wide = torch.zeros(6, 4, 5, 14)
-    wide[..., ::2] = x
-    for values, grad in (
-        (x.clone().to(memory_format=torch.channels_last), g),
-        (x.clone().to(memory_format=torch.channels_last), g.to(memory_format=torch.channels_last)),
-        (x.clone(), g.to(memory_format=torch.channels_last)),
-        (x.transpose(1, 3).contiguous().transpose(1, 3), g),
-        (wide[..., ::2], g),
-    ):
-        strides = values.stride()
-        p, _ = step_once(values, grad, name)
-        assert torch.equal(p.detach(), expected)
-        assert p.stride() == strides
-    assert (wide[..., 1::2] == 0).all()  # the gaps between strided elements are nobody's
-
-
-@each_optimizer
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 40), (3, 0), (1, 1), (129,)], ids=str)
-def test_scalars_and_empty_parameters(name, shape):
-    x = torch.ones(shape)
-    for quantize in ("matrices", "all"):
-        p = nn.Parameter(x.clone())
-        optimizer = build(name, [p], quantize=quantize)
-        p.grad = torch.ones(shape)
-        optimizer.step()
-        assert p.shape == x.shape and p.isfinite().all()
-        assert p.numel() == 0 or (p < 1).all()
-        assert optimizer.state_bytes() == optimizer.predicted_state_bytes()
-
-
-def test_parameters_without_gradient_have_no_state_and_do_not_move():
-    model = small_model()
-    model[0].requires_grad_(False)
-    optimizer = ml.AdamW(model.parameters(), **LOW)
-    before = [p.detach().clone() for p in model[0].parameters()]
-    train(model, optimizer)
-    assert same(model[0].parameters(), before)
-    assert [len(optimizer.state.get(p, {})) > 0 for p in model.parameters()] == [False, False, True, True]
-    optimizer.zero_grad()
-    end = [p.detach().clone() for p in model.parameters()]
-    optimizer.step()  # no gradient at all
-    assert same(model.parameters(), end)
-
-
-@each_optimizer
-def test_bf16_parameters(name):
-    """They stay bf16 and, rounded stochastically, move with updates far below their own resolution."""
-    torch.manual_seed(0)
-    x, g = torch.ones(64, 128).bfloat16(), torch.ones(64, 128).bfloat16()
-    cls, formats = OPTIMIZERS[name]
-    lr = 1e-4  # the gap below 1 is 2^-8 = 0.004
-    for rounding in ("stochastic", "nearest"):
-        p = nn.Parameter(x.clone())
-        optimizer = cls([p], lr=lr, **formats, weight_rounding=rounding)
-        p.grad = g
-        with contextlib.nullcontext():
-            optimizer.step()
-        assert p.dtype == torch.bfloat16
-        moved = (1 - p.detach().float()).mean().item()
-        if rounding == "nearest":
-            assert moved == 0
-        else:  # 8192 coordinates, each moving by 2^-8 with the right probability: five standard errors
-            ruler = nn.Parameter(torch.ones(64, 128))
-            exact = cls([ruler], lr=lr, **formats)
-            ruler.grad = torch.ones(64, 128)
-            exact.step()
-            expected = (1 - ruler.detach()).mean().item()
-            assert abs(moved - expected) < 5 * (2.0**-8 * expected / 8192) ** 0.5

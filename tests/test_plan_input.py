@@ -124,7 +124,7 @@ def test_the_table_and_the_advice():
     assert "8,030,261,248 parameters" in result.output
     assert all(name in result.output for name in (*PRESETS, "torch AdamW", "bitsandbytes 8-bit", "torchao 4-bit"))
     assert "-> take preset 2.3-byte and step_in_backward" in result.output
-    assert "leaves only 0.13 GB" in result.output and "(preset 1.8-byte-int4 leaves 5%)" in result.output
+    assert "leaves only 0.13 GB" in result.output and "(preset 1.8-byte-int4 leaves 5% and more)" in result.output
 
 
 def test_json_is_the_plan():
@@ -197,3 +197,10 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, args, message):
 def test_help_does_not_import_torch():
     code = "import sys, masterless.cli; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_the_documentation_shows_what_the_command_prints():
+    page = (CONFIGS.parents[2] / "docs" / "memory.md").read_text()
+    result = run(CONFIGS / "llama-3-8b.json", "--checkpointing", "full", "--memory", "24GB")
+    for line in filter(str.strip, result.output.splitlines()):
+        assert f"    {line.rstrip()}\n" in page

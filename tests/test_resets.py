@@ -205,7 +205,7 @@ def test_parameters_and_states_are_chosen_by_name_or_tensor():
         with pytest.raises(ValueError, match="not a parameter of this optimizer; pass") as caught:
             opt.reset_state(**bad)
         assert value in str(caught.value)
-    with pytest.raises(ValueError, match="states='exp_avg_var'.*keeps no such state.*'exp_avg', 'exp_avg_sq'"):
+    with pytest.raises(ValueError, match=r"states='exp_avg_var'.*keeps no such state.*'exp_avg', 'exp_avg_sq'"):
         opt.reset_state(states="exp_avg_var")
     with pytest.raises(ValueError, match="mode='medium': no such reset; pass"):
         opt.reset_state(mode="medium")
@@ -233,9 +233,9 @@ def test_under_error_compensation_the_first_moment_is_reset_only_by_name():
 def test_rules_without_the_correction_say_so():
     p = parameter()
     run(opt := ml.SGD([p], lr=0.1, momentum=0.9, backend="reference"), p, gradients(2))
-    with pytest.raises(ValueError, match="SGD has none; name the state, e.g. states='momentum_buffer'"):
+    with pytest.raises(ValueError, match=r"SGD has none; name the state, e.g. states='momentum_buffer'"):
         opt.reset_state()
-    with pytest.raises(ValueError, match="no bias correction of 'momentum_buffer'.*mode='hard'"):
+    with pytest.raises(ValueError, match=r"no bias correction of 'momentum_buffer'.*mode='hard'"):
         opt.reset_state(states="momentum_buffer", mode="soft")
     assert opt.reset_state(states="momentum_buffer").total > 0
     run(opt := ml.RMSprop([p], backend="reference"), p, gradients(2))
@@ -338,7 +338,7 @@ def test_scheduled_resets_are_soft_under_error_compensation_and_per_group():
     assert steps == [SOFT_SAMPLES, 0, 20] and set(opt.reset_counts) == {"q", "hard"}
 
 
-@pytest.mark.parametrize("value", [0, -3, True, "never", "auto:medium", 2.5, "0"])
+@pytest.mark.parametrize("value", [0, -3, True, "never", "auto:medium", 2.5, "0", "²", ""])
 def test_impossible_schedules_are_refused(value):
     with pytest.raises(ValueError, match=r"reset=.*no such schedule; pass None, 'auto'"):
         adamw(parameter(), reset=value)

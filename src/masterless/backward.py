@@ -10,6 +10,7 @@ Contract:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -22,8 +23,8 @@ from masterless.optim.base import LowBitOptimizer, require
 class BackwardStepper:
     """Handle of `step_in_backward`: `remove` it, or use it as a context manager."""
 
-    def __init__(self, handles: list[torch.utils.hooks.RemovableHandle]) -> None:
-        self._handles = handles
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._handles = list(handles)
 
     def remove(self) -> None:
         """Goes back to ordinary steps."""
@@ -72,11 +73,6 @@ def step_in_backward(
         require(value is None or value > 0.0, name, value, "must be positive")
     if not isinstance(optimizer, LowBitOptimizer):
         raise TypeError(f"step_in_backward needs an optimizer of masterless, not {type(optimizer).__name__}")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "step_in_backward under DistributedDataParallel would step on gradients that are not yet reduced, and the "
-            "replicas would drift apart; use ordinary steps there"
-        )
     inside = {id(p) for p in model.parameters()}
     strangers = [name for _, p, name in optimizer.parameters() if id(p) not in inside]
     if strangers:
@@ -100,6 +96,12 @@ def step_in_backward(
             groups = optimizer.param_groups
             owners.update({id(owned): (group, owned, name) for group, owned, name in optimizer.parameters()})
         return owners[id(p)]
+
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        # A parameter's own hook would see gradients that are not yet reduced, and the replicas would drift apart.
+        from masterless.distributed import ddp
+
+        return BackwardStepper([ddp.step_in_hook(model, optimizer, clipped, owner_of)])
 
     def hook(p: Tensor) -> None:
         assert p.grad is not None

@@ -14,8 +14,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import typer
-from typer.core import TyperGroup
+try:
+    import typer
+    from typer.core import TyperGroup
+except ImportError:
+    raise SystemExit("masterless: the command line needs typer and rich; pip install 'masterless[cli]'") from None
 
 import masterless
 from masterless.commands.compare import compare

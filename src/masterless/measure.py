@@ -13,27 +13,23 @@ Contract:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from masterless import staleness
+from masterless import predict
 from masterless.codec import LOG_STEP_UNIT, bits_float
-from masterless.formats import Format, parse
+from masterless.formats import parse
 from masterless.optim.base import LowBitOptimizer
 from masterless.optim.resets import carries_residue, local_step
 from masterless.packing import unpack
 from masterless.rules import Scalars, Update, finish_adafactor
-from masterless.staleness import Grid
 from masterless.storage import Storage, factored_estimate
 from masterless.weight import weight_storage
 
 _PLAIN = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-_OCTAVE = 23 - LOG_STEP_UNIT  # log2 of the units of a log block's step in a factor of two
 
 
 @dataclass
@@ -101,8 +97,7 @@ def measure(optimizer: torch.optim.Optimizer, before: Snapshot, histogram: bool 
         moment = None if exact is None else exact.moments.get(key)
         entry = _state_entry(before.states[key], storage, grad, moment, p.numel(), histogram)
         entry["age"] = before.ages[key]
-        entry["predicted"] = _predicted(optimizer, before, key, exact)
-        entry["predicted_here"] = _predicted_here(optimizer, before, key, exact)
+        entry["predicted"], entry["predicted_here"] = _predictions(optimizer, before, key, exact)
         result[key] = entry
     return result
 
@@ -259,110 +254,38 @@ def _clipped(storage: Storage, exact: Tensor) -> float | None:
 # --- what was predicted -------------------------------------------------------------------------------------
 
 
-def _predicted(optimizer: torch.optim.Optimizer, before: Snapshot, key: str, exact: _Exact | None) -> float | None:
-    """The predicted stall probability of a state in this step; None where the model has nothing to say."""
+def _predictions(
+    optimizer: torch.optim.Optimizer, before: Snapshot, key: str, exact: _Exact | None
+) -> tuple[float | None, float | None]:
+    """The predicted stall probability, from the state's age and from this step; None where the model says nothing."""
     group, ages, states = before.group, before.ages, before.states
     rounding, in_updates = "nearest", False
     names: tuple[str | None, str | None]
     if isinstance(optimizer, LowBitOptimizer):
         assert exact is not None
         rule, c, rounding = optimizer.rule(group), exact.scalars, group["rounding"]
-        if rule.name == "adafactor":  # its decay changes from step to step
-            return None
-        # A momentum that is no average (SGD's, RMSprop's) or holds injected residue is not the model's.
-        averages = rule.name.startswith("ada") and exact.injected is None
-        names, betas = (rule.first if averages else None, rule.second), (c.keep1, c.keep2)
-        in_updates = rule.name == "adam_update_units"
+        # A momentum that is no average (SGD's, RMSprop's) or holds injected residue is not the model's, nor is a
+        # second moment whose decay changes from step to step (Adafactor's).
+        averages = rule.name.startswith("adam") or rule.name == "adabelief"
+        names = (rule.first if averages and exact.injected is None else None, rule.second)
+        names = (None, None) if rule.name == "adafactor" else names
+        betas, in_updates = (c.keep1, c.keep2), rule.name == "adam_update_units"
     elif "betas" in group:
         names, betas = ("exp_avg", "exp_avg_sq"), (float(group["betas"][0]), float(group["betas"][1]))
     else:
         names, betas = (None, "square_avg"), (0.0, float(group.get("alpha", 0.0)))
     second = names[1]
     if ages[key] == 0 or key not in names or second not in states:
-        return None
+        return None, None
     if key == second:
-        return predicted_second(states[key], betas[1], rounding, ages[key])
+        entering = None if exact is None else exact.innovation
+        here = None if entering is None else predict.second_here(states[key], entering, betas[1], rounding)
+        return predict.second(states[key], betas[1], rounding, ages[key]), here
     m, v = states[key].decode(), states[second].decode()
     scale: Any = 1.0 if in_updates else v / (1 - betas[1] ** max(1, ages[second]))
     squares = ((m / (1 - betas[0] ** ages[key])) ** 2 / scale)[v > 0]
-    if not squares.numel():
-        return None
-    return _predicted_first(states[key].format, betas[0], rounding, ages[key], float(squares.double().mean()))
-
-
-def _predicted_here(optimizer: torch.optim.Optimizer, before: Snapshot, key: str, exact: _Exact | None) -> float | None:
-    """As `_predicted` for a second moment, at the r = v/sigma^2 that this very step's gradients show.
-
-    It does not ask how v came to be where it is, so what is left to test is the model of rounding. The median of
-    chi-square(1) is 0.455: that over the median of g^2/v is r, whatever the few largest elements do.
-    """
-    is_second = isinstance(optimizer, LowBitOptimizer) and key == optimizer.rule(before.group).second
-    if not is_second or exact is None or exact.innovation is None or before.ages[key] == 0:
-        return None
-    v = before.states[key].decode()
-    z = (exact.innovation / v)[v > 0]
-    if not z.numel() or not float(z.median()):
-        return None
-    r, rounding = 0.4549 / float(z.median()), before.group["rounding"]
-    kind = "nearest" if rounding == "nearest" else "stochastic"
-    ratios = [staleness.stall_ratio(grid, exact.scalars.keep2) for grid in grids_of(before.states[key])]
-    return float(sum(staleness._second(rho, r, kind) for rho in ratios)) / len(ratios)
-
-
-def _predicted_first(format: Format, beta: float, rounding: str, age: int, ratio: float) -> float | None:
-    """Prediction for a first moment whose squares are `ratio` of the second: (s^2 + c) / (s^2 + 1), s the SNR."""
-    left = beta**age
-    noise = (1 - beta) / (1 + beta) * (1 + left) / (1 - left)
-    snr = 10.0 if ratio >= 0.99 else math.sqrt(max(0.0, ratio - noise) / (1 - ratio))
-    if format.kind == "float32":
-        return 0.0
-    kind = "nearest" if rounding == "nearest" else "stochastic"
-    return staleness.stall_probability(format, beta, kind, age, "first", round(min(snr, 10.0), 2))
-
-
-def predicted_second(storage: Storage, beta: float, rounding: str, age: int) -> float:
-    """Prediction for a second moment, `age` updates after zero, on the grid that its blocks really have.
-
-    Under nearest rounding it follows the mean path (`staleness.expected_trajectory`), under stochastic rounding the
-    exact average, which the rounded one then keeps to.
-    """
-    predictions = [_on_grid(grid, beta, rounding, age) for grid in grids_of(storage)]
-    return sum(predictions) / len(predictions)
-
-
-def grids_of(storage: Storage) -> list[Grid]:
-    """The grids on which a second moment lies: one, or five that stand for the blocks of a log code."""
-    format = storage.format
-    if format.kind == "log":
-        steps = (storage.rows_of("step").to(torch.int64) & 0x7FFF).flatten().sort().values
-        picked = [int(steps[(2 * i + 1) * steps.numel() // 10]) for i in range(5)]
-        return [Grid(_coarse(max(1, step) / 2**_OCTAVE * math.log(2)), mantissa=False) for step in picked]
-    grid = staleness.grid_of(format)
-    if not grid.levels:
-        return [grid]
-    values = storage.decode()
-    positions = values / values.amax(1, keepdim=True)
-    typical = float(positions[values > 0].median()) if bool((values > 0).any()) else 1.0
-    return [Grid.from_levels(format.levels, _coarse(min(1.0, typical)))]
-
-
-def _coarse(x: float) -> float:
-    """To 5%, so that predictions are computed once and not anew at each sample."""
-    return min(1.05 ** round(math.log(x) / math.log(1.05)), max(x, 1.0))
-
-
-@lru_cache(maxsize=1024)
-def _on_grid(grid: Grid, beta: float, rounding: str, age: int) -> float:
-    if rounding != "nearest":
-        return staleness.stall_probability(grid, beta, "stochastic", age)
-    # To the next power of two, and not beyond where a path has come to rest.
-    horizon = min(max(64, 1 << (age - 1).bit_length()), math.ceil(16 / (1 - beta)))
-    return float(_path(grid, beta, horizon)[min(age, horizon) - 1])
-
-
-@lru_cache(maxsize=64)
-def _path(grid: Grid, beta: float, steps: int) -> Any:
-    return staleness.expected_trajectory(grid, beta, steps).stall
+    ratio = float(squares.double().mean()) if squares.numel() else 0.0
+    return predict.first(states[key].format, betas[0], rounding, ages[key], ratio), None
 
 
 # --- stored tensors -----------------------------------------------------------------------------------------

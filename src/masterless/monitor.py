@@ -79,6 +79,8 @@ class Monitor:
         require(sample >= 1, "sample", sample, "at least one element is needed; pass for instance 65536")
         scalar = getattr(writer, "add_scalar", None)
         require(writer is None or callable(scalar), "writer", writer, "has no add_scalar(); pass a SummaryWriter")
+        sharded = [name for _, p, name in _parameters(optimizer) if hasattr(p, "device_mesh")]
+        require(not sharded, "optimizer", sharded[:1], "is sharded (DTensor); watch a run on one process")
         self.samples = []
         self._optimizer, self._every, self._sample, self._histogram = optimizer, every, sample, histogram
         self._jsonl = None if jsonl is None else Path(jsonl)
@@ -124,7 +126,7 @@ class Monitor:
         if not parameters:  # nothing was stepped, or there was no state yet
             return
         step = max(int(self._optimizer.state[s.p].get("step", self._calls)) for s in before)
-        sample = {"step": step, "total": _total(parameters), "parameters": parameters}
+        sample = {"step": step, "total": totals(parameters), "parameters": parameters}
         self.samples.append(sample)
         if self._jsonl is not None:
             with self._jsonl.open("a") as file:
@@ -202,7 +204,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, An
             position += 1
 
 
-def _total(parameters: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def totals(parameters: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Means over parameters, weighted by their live elements."""
     total: dict[str, dict[str, Any]] = {}
     for key in dict.fromkeys(key for entries in parameters.values() for key in entries):

@@ -195,7 +195,8 @@ def why_left(name: str, dim: int, layer: str, is_head: bool = False) -> str:
         return "output head"
     if parts & _ROUTERS:
         return "router"
-    if layer == "linear" or dim == 3:
+    experts = dim == 3 and not layer.startswith(("Conv", "Bilinear"))
+    if layer == "linear" or experts:
         return ""
     return f"not a linear layer ({layer}); name it in include= to quantize it"
 
@@ -214,7 +215,9 @@ def _why_not(name: str, module: nn.Module, p: Tensor, is_head: bool, is_embeddin
         layer = "norm"
     else:
         layer = "linear" if isinstance(module, nn.Linear) else type(module).__name__
-    return why_left(name, p.dim(), layer, is_head)
+    # A stack of one is no stack of experts: position embeddings are [1, length, width].
+    dim = 2 if p.dim() == 3 and p.shape[0] == 1 else p.dim()
+    return why_left(name, dim, layer, is_head)
 
 
 def _obstacle(module: nn.Module, p: Tensor) -> str:

@@ -180,7 +180,7 @@ class QuantizedTensor(Tensor):
             from masterless.distributed import views
 
             return views.HANDLERS[func](func, *args, **kwargs)
-        _check_in_place(func, args)
+        _check_in_place(func, args, kwargs)
         dense_args, dense_kwargs = tree_map_only(QuantizedTensor, _decode_visible, (args, kwargs))
         return func(*dense_args, **dense_kwargs)
 
@@ -286,7 +286,8 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     def decode(q: QuantizedTensor) -> Tensor:
         if id(q) not in decoded:
             device = q.device.type
-            cast = func in _AUTOCAST and torch.is_autocast_enabled(device)
+            available = func in _AUTOCAST and torch.amp.is_autocast_available(device)  # not on the meta device
+            cast = available and torch.is_autocast_enabled(device)
             dtype = torch.get_autocast_dtype(device) if cast else q.dtype
             decoded[id(q)] = _Dequantize.apply(q.detach() if not torch.is_grad_enabled() else q, dtype)
             dense_of[decoded[id(q)].untyped_storage().data_ptr()] = (q, decoded[id(q)])
@@ -391,13 +392,19 @@ def _copy_(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any)
         dense = source.stored.decode() if isinstance(source, QuantizedTensor) else source
         _require_finite(dense)
         target.stored.encode_(dense.to(target.device))
-    return target
+    return _mark_changed(target)
 
 
 def _zero_(func: Any, q: QuantizedTensor) -> QuantizedTensor:
     fresh = Storage.zeros(q.format, q.shape, q.device)
     for name, tensor in q.stored.tensors.items():
         tensor.copy_(fresh.tensors[name])
+    return _mark_changed(q)
+
+
+def _mark_changed(q: QuantizedTensor) -> QuantizedTensor:
+    """Counts a change that was made below autograd, where versions are not counted."""
+    torch.autograd.graph.increment_version(q.stored.tensors["codes"])
     return q
 
 
@@ -426,9 +433,10 @@ _BY_PIECES: set[Any] = {
 _OVERWRITES = {Tensor.__setitem__, Tensor.data.__set__}  # type: ignore[attr-defined]
 
 
-def _check_in_place(func: Any, args: Any) -> None:
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+def _check_in_place(func: Any, args: Any, kwargs: Any = None) -> None:
+    for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)  # `out=` comes by name
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(tensor, QuantizedTensor):
                     _refuse_in_place(func, tensor)

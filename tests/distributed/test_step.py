@@ -11,3 +11,22 @@ pytestmark = pytest.mark.timeout(150)
 def test_every_configuration_steps_alike_on_any_number_of_ranks(ranks):
     found = ranks.run("jobs_step:parity", list(configurations()), timeout=120)
     assert not any(found), "\n".join(line for rank in found for line in rank)
+
+
+def test_gradients_that_are_not_finite_stop_the_same_tiles(ranks):
+    found = ranks.run("jobs_step:bad_gradients", timeout=120)
+    assert not any(found), "\n".join(line for rank in found for line in rank)
+
+
+def test_all_ranks_raise_when_one_has_a_bad_gradient(ranks):
+    for message in ranks.run("jobs_step:one_rank_has_a_bad_gradient"):
+        assert "even (1 elements)" in message
+
+
+def test_refusals_name_reason_and_remedy(ranks):
+    for messages in ranks.run("jobs_step:refusals"):
+        assert "use 'int4' or 'int4:row'" in messages["one scale a tensor"]
+        assert "quantize='matrices'" in messages["vectors"]
+        assert "pass 'auto' or a number of steps" in messages["adaptive resets"]
+        assert "Shard with fully_shard alone" in messages["columns"]
+        assert "in one process" in messages["factoring on shards"]

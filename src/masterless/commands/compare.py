@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from masterless.commands.common import fail, with_options
+from masterless.commands.common import fail, one_line_warnings, with_options
 from masterless.train.config import FIELDS, ConfigError, RunConfig, read_toml, resolve
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ SHARED = [n for n, field in FIELDS.items() if n not in _NOT_SHARED and field.met
 _PLAIN_STATES = {"exp_avg": "fp32", "exp_avg_sq": "fp32", "betas": (0.9, 0.95)}
 
 
-@with_options(SHARED, steps="1000", threads="1 a run")
+@with_options(SHARED, eval_batches="64", threads="1 a run")
 def compare(
     *,
     presets: Annotated[
@@ -58,12 +58,13 @@ def compare(
 
     Runs that are finished in --out are not repeated.
     """
+    one_line_warnings()
     given = {name: value for name, value in options.items() if value is not None and value != []}
     file = {} if config is None else read_toml(config)
     for name in file:
         if name not in SHARED:
             raise ConfigError(f"{config}: {name!r} is not an option that runs of a comparison share; remove it")
-    resolved = resolve(given, {"steps": 1000, **file})
+    resolved = resolve(given, {"eval_batches": 64, **file})
     experiments, text = plan_experiments(resolved, [p.strip() for p in presets.split(",") if p.strip()], seeds)
     results = out / "results.jsonl"
     try:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from masterless.plan import Advice, Plan, Row
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
@@ -106,45 +109,72 @@ def _describe_row(row: Row, memory: int | None) -> dict[str, Any]:
     }
 
 
+# column -> its cell; what a narrow terminal has no room for is dropped in the order of `_DROPPED`
+_COLUMNS: dict[str, Callable[[Row], int | None]] = {
+    "weights": lambda row: row.weights,
+    "master": lambda row: row.master,
+    "states": lambda row: row.states,
+    "grads": lambda row: row.gradients,
+    "activ.": lambda row: row.activations,
+    "workspace": lambda row: row.workspace,
+    "total": lambda row: row.total,
+    "in backward": lambda row: row.total_in_backward,
+    "gather": lambda row: row.gathered,
+    "reduce": lambda row: row.reduced,
+}
+_DROPPED = ("workspace", "activ.", "master", "grads", "reduce", "gather")
+
+
 def _show(plan: Plan, memory: int | None, advice: Advice | None) -> None:
     from rich.console import Console
+    from rich.measure import Measurement
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a pipe or a file has no width to fit into
+    columns = [name for name in _COLUMNS if plan.settings.shards > 1 or name not in ("gather", "reduce")]
+    dropped: list[str] = []
+    table = _table(plan, columns, memory, advice)
+    for name in _DROPPED:
+        if Measurement.get(console, console.options.update(max_width=1000), table).minimum <= console.width:
+            break
+        if name in columns:
+            columns.remove(name)
+            dropped.append(name)
+            table = _table(plan, columns, memory, advice)
+    console.print(table, markup=False)
+    for line in _notes(plan, dropped, advice):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(plan: Plan, columns: list[str], memory: int | None, advice: Advice | None) -> Table:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from masterless.plan.table import gigabytes
 
-    settings, sharded = plan.settings, plan.settings.shards > 1
-    per = f"one of {settings.shards} ranks" if sharded else "one device"
-    table = Table(
-        title=f"{plan.model.name}: {plan.model.numel:,} parameters; GB (10^9 bytes) on {per}", title_justify="left"
-    )
-    columns = ["B/param", "weights", "master", "states", "grads", "activ.", "workspace", "total", "in backward"]
-    columns += ["gather", "reduce"] if sharded else []
+    per = f"one of {plan.settings.shards} ranks" if plan.settings.shards > 1 else "one device"
+    title = f"{plan.model.name}: {plan.model.numel:,} parameters; GB (10^9 bytes) on {per}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("system", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right")
+    for column in ("B/param", *columns):
+        table.add_column(column, justify="right", no_wrap=column != "in backward")
     if memory is not None:
-        table.add_column(f"fits {memory / 1e9:g} GB")
-    previous = False
+        table.add_column(f"fits {memory / 1e9:.4g} GB")
+    ours = False
     for row in plan.rows:
-        if row.system.ours and not previous:
+        if row.system.ours and not ours:
             table.add_section()
-        previous = row.system.ours
-        activations = "?" if row.activations is None else gigabytes(row.activations)
-        cells = [f"{row.bytes_per_parameter:.2f}", gigabytes(row.weights), gigabytes(row.master) if row.master else "-"]
-        cells += [gigabytes(row.states), gigabytes(row.gradients), activations, gigabytes(row.workspace)]
-        cells += [gigabytes(row.total), gigabytes(row.total_in_backward)]
-        cells += [gigabytes(row.gathered), gigabytes(row.reduced)] if sharded else []
-        cells += [row.fits(memory)] if memory is not None else []
-        table.add_row(row.system.name, *cells, style="bold" if advice and advice.preset == row.system.name else "")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)  # a pipe or a file has no width to fit into
-    console.print(table, markup=False)
-    for line in _notes(plan, advice):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        ours = row.system.ours
+        values = [_COLUMNS[column](row) for column in columns]
+        cells = ["?" if value is None else gigabytes(value) if value else "-" for value in values]
+        fits = [] if memory is None else [row.fits(memory)]
+        style = "bold" if advice and advice.preset == row.system.name else ""
+        table.add_row(row.system.name, f"{row.bytes_per_parameter:.2f}", *cells, *fits, style=style)
+    return table
 
 
-def _notes(plan: Plan, advice: Advice | None) -> list[str]:
+def _notes(plan: Plan, dropped: list[str], advice: Advice | None) -> list[str]:
     settings = plan.settings
     left = ", ".join(f"{reason} {count:,}" for reason, count in sorted(plan.left.items(), key=lambda item: -item[1]))
     tokens = f"batch {settings.batch}, {settings.seq_len} tokens, checkpointing {settings.checkpointing}"
@@ -157,5 +187,7 @@ def _notes(plan: Plan, advice: Advice | None) -> list[str]:
     ]
     if settings.shards > 1:
         lines.append("gather, reduce: bytes a rank receives for weights and sends for gradients in one step")
+    if dropped:
+        lines.append(f"no room in this terminal for {', '.join(dropped)}: widen it (every total is complete)")
     lines += [f"note: {note}" for note in plan.model.notes]
     return [*lines, *([f"-> {advice.text}"] if advice else [])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from masterless.commands.common import fail, one_line_warnings, with_options
 from masterless.train.config import FIELDS, read_toml, refuse_existing, resolve
+from masterless.train.signals import StopFlag
 
 
 @with_options(FIELDS)
@@ -42,13 +44,15 @@ def train(
             f"--{name}: a resumed run keeps its configuration; leave it out, or start a new run from these weights "
             f"with --init {resume}"
         )
+    if tensorboard and find_spec("tensorboard") is None:
+        raise ValueError("--tensorboard: TensorBoard is not installed; pip install tensorboard, or leave it out")
     one_line_warnings()
+    stop = StopFlag()
     from masterless.optim import NonFiniteGradientError
     from masterless.train import display as displays
     from masterless.train import run as runs
     from masterless.train.report import write_run_report
 
-    stop = runs.StopFlag()
     if resume is not None:
         run = runs.resume(resume, from_step)
     else:
@@ -62,8 +66,9 @@ def train(
     try:
         summary = runs.execute(run, displays.choose(as_json), stop, sample, tensorboard)
     except NonFiniteGradientError as error:
+        reason = str(error).split(". ")[0]
         raise fail(
-            f"{run.folder}: training diverged: {error}. Lower --lr; the checkpoints saved before are intact"
+            f"{run.folder}: training diverged, {reason}; lower --lr or lengthen --warmup (what was saved is intact)"
         ) from None
     report = write_run_report(run.folder)
     summary["report"] = str(report)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from masterless.layout import CHUNK
 from masterless.storage import Storage, factored_estimate, sum_unit
@@ -141,3 +142,16 @@ def total_counts(tasks: Sequence[Task], counts: Sequence[int]) -> list[int]:
         for i, count in zip(members, summed.tolist(), strict=True):
             totals[i] = count
     return totals
+
+
+def everywhere(condition: bool, parameters: Sequence[Tensor]) -> bool:
+    """Whether a condition holds on all ranks that hold a part of these parameters."""
+    groups = {}
+    for p in parameters:
+        if isinstance(p, DTensor):
+            groups.update({p.device_mesh.get_group(i): p.device for i in range(p.device_mesh.ndim)})
+    for group, device in groups.items():
+        flag = torch.tensor(int(condition), device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
+        condition = bool(flag)
+    return condition

@@ -13,7 +13,6 @@ Contract:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -169,47 +168,38 @@ def _zeros(fmt: Format, place: Place, local: tuple[int, ...], device: torch.devi
     return tensors
 
 
-def adopt(
-    optimizer: LowBitOptimizer,
-    group: dict[str, Any],
-    p: DTensor,
-    name: str,
-    state: dict[str, Any],
-    convert: Callable[[Tensor, dict[str, Any]], dict[str, Any]],
-) -> dict[str, Any]:
-    """A loaded state, whole or sharded, as this rank's part of it; `convert` brings a local one into our formats."""
-    place = Place.of(p)
-    formats = optimizer.state_formats(p, group)
+def adopt(optimizer: LowBitOptimizer, group: dict[str, Any], p: DTensor, name: str, sealed: Any) -> dict[str, Any]:
+    """A loaded state, whole or sharded, as this rank's part of it, in this optimizer's formats."""
+    place, formats = Place.of(p), optimizer.state_formats(p, group)
     whole = {
         checkpoint.state_key(moment, part): (part, size)
         for moment, fmt in formats.items()
         for part, (size, _) in tensor_specs(fmt, place.shape).items()
     }
-    local = {
+    saved = {
         key: place.cut(value, key.rpartition(".")[2]) if isinstance(value, Tensor) else value
-        for key, value in state.items()
+        for key, value in sealed.state.items()
     }
-    if place.splits_matrix and any(fmt.kind == "factored" for fmt in formats.values()):
-        missing = [key for key in whole if key.endswith((".row", ".col")) and key not in local]
-        if missing:
-            raise ValueError(
-                f"the state of {name} was saved without {missing}: row and column means are of the whole matrix, which "
-                f"no rank has; load the checkpoint in one process, save it again, and load that one"
-            )
-    if place.slices == 0:  # nothing to convert, but shared tensors and counters are everybody's
-        adopted = {k: v for k, v in local.items() if not isinstance(v, Tensor) or v.dim() == 0 or k in whole}
-        fresh: dict[str, Any] = {}
-        state_storage(p, fresh, formats)
-        return {**fresh, **{k: v for k, v in adopted.items() if k not in whole}, **_shared(place, whole, local)}
-    adopted = convert(local_of(p), local)
-    return {
-        key: place.wrap(value, *whole[key]) if key in whole else value
-        for key, value in adopted.items()
-    }
+    if place.splits_matrix:
+        _refuse_to_factor(name, whole, saved)
+    if place.slices:
+        adopted = checkpoint._adopt(optimizer, group, local_of(p), name, checkpoint._Sealed(saved, sealed.saved_group))
+        return {key: place.wrap(value, *whole[key]) if key in whole else value for key, value in adopted.items()}
+    state: dict[str, Any] = {key: value for key, value in saved.items() if key not in whole}
+    state_storage(p, state, formats)  # nothing to convert, but counters and shared tensors are everybody's
+    state.update(
+        {k: place.wrap(saved[k].clone(), *whole[k]) for k in whole if place.shared(whole[k][0]) and k in saved}
+    )
+    return state
 
 
-def _shared(place: Place, whole: dict[str, tuple[str, tuple[int, ...]]], local: dict[str, Any]) -> dict[str, Any]:
-    return {k: place.wrap(local[k], *whole[k]) for k in whole if place.shared(whole[k][0]) and k in local}
+def _refuse_to_factor(name: str, whole: dict[str, Any], saved: dict[str, Any]) -> None:
+    missing = [key for key, (part, _) in whole.items() if part in ("row", "col") and key not in saved]
+    if missing:
+        raise ValueError(
+            f"the state of {name} was saved without {missing}: row and column means are of the whole matrix, which no "
+            f"rank has; load the checkpoint into this optimizer in one process, save it again, and load that one"
+        )
 
 
 def local_bytes(*tensors: Tensor) -> int:

@@ -36,7 +36,7 @@ class Adafactor(LowBitOptimizer):
         **options: see `masterless.optim.options.Options`.
     """
 
-    torch_twin = torch.optim.Adafactor
+    # No `torch_twin`: torch's Adafactor stores other tensors (row_var, col_var), of every matrix however narrow.
     first_name = "exp_avg"
     second_name = "exp_avg_sq"
 
@@ -59,7 +59,7 @@ class Adafactor(LowBitOptimizer):
             {
                 "lr": lr,
                 "beta2_decay": beta2_decay,
-                "eps": (torch.finfo(torch.float32).eps if eps[0] is None else eps[0], eps[1]),
+                "eps": eps,
                 "d": d,
                 "weight_decay": weight_decay,
                 "exp_avg_sq": exp_avg_sq,
@@ -81,5 +81,7 @@ class Adafactor(LowBitOptimizer):
         """Decay exponent not positive, thresholds positive, beta1 in [0, 1)."""
         require(group["beta2_decay"] <= 0.0, "beta2_decay", group["beta2_decay"], "must not be positive")
         require(group["d"] >= 1.0, "d", group["d"], "the clipping threshold must be at least 1")
+        eps1, eps2 = group["eps"]
+        group["eps"] = (torch.finfo(torch.float32).eps if eps1 is None else eps1, eps2)
         require(min(group["eps"]) >= 0.0, "eps", group["eps"], "must not be negative")
         require(0.0 <= group["beta1"] < 1.0, "beta1", group["beta1"], "must lie in [0, 1)")

@@ -11,6 +11,7 @@ Contract:
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -80,7 +81,7 @@ class LowBitOptimizer(Optimizer):
         self.nonfinite_counts = {}
         self.reset_counts = {}
         defaults = {**COMMON_DEFAULTS, **defaults, "masterless_version": checkpoint.VERSION}
-        self._check_group(defaults)
+        self._check_group(dict(defaults))  # a copy: what "auto" resolves to is each group's own affair
         super().__init__(params, defaults)
 
     # --- what a subclass says -----------------------------------------------------------------------------
@@ -115,8 +116,12 @@ class LowBitOptimizer(Optimizer):
         self._check_group(merged)
         param_group = {**param_group, **{k: merged[k] for k in merged}}
         super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
-            self._check_parameter(p, self.param_groups[-1])
+        try:
+            for p in self.param_groups[-1]["params"]:
+                self._check_parameter(p, self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()  # a refused group leaves the optimizer as it was
+            raise
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Checks a group's options and replaces format names by their canonical spelling."""
@@ -268,12 +273,20 @@ class LowBitOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.step_parameters((g, p, name) for g, p, name in self.parameters() if p.grad is not None)
+        stepped = [(g, p, name) for g, p, name in self.parameters() if p.grad is not None]
+        if not self.state and checkpoint.is_rehearsal(self, stepped):
+            for group, p, _ in stepped:
+                self.state_storage(p, group)
+        else:
+            self.step_parameters(stepped)
         return loss
 
     @torch.no_grad()
     def step_parameters(self, parameters: Iterable[tuple[dict[str, Any], Tensor, str]]) -> None:
         """Steps some of the parameters, given as `parameters` yields them."""
+        parameters = list(parameters)
+        for _, p, name in parameters:
+            self._check_gradient(p, name)  # all of them before any of them moves
         batches: dict[str, list[Task]] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         skip_allowed: dict[str, bool] = {}
@@ -314,14 +327,18 @@ class LowBitOptimizer(Optimizer):
                 f"gradients, or pass nonfinite='skip' to go on and only count them"
             )
 
-    def _task(self, group: dict[str, Any], p: Tensor, name: str, copies: list[tuple[Tensor, Tensor]]) -> Task:
+    def _check_gradient(self, p: Tensor, name: str) -> None:
         assert p.grad is not None
-        grad, local = local_of(p.grad), local_of(p)
+        grad = local_of(p.grad)
         if grad.is_sparse or grad.layout != torch.strided:
             raise RuntimeError(
                 f"{type(self).__name__}: the gradient of {name} is sparse ({grad.layout}); blocks of a low-bit state "
                 f"share a scale, so all of it changes at every step. Use dense gradients (sparse=False)"
             )
+
+    def _task(self, group: dict[str, Any], p: Tensor, name: str, copies: list[tuple[Tensor, Tensor]]) -> Task:
+        assert p.grad is not None
+        grad, local = local_of(p.grad), local_of(p)
         rule = self.rule(group)
         states = self.state_storage(p, group)
         state = self.state[p]
@@ -396,9 +413,26 @@ class LowBitOptimizer(Optimizer):
         """Loads a state dict of this optimizer, of the same with other formats, or of its torch.optim twin.
 
         Hyperparameters follow the checkpoint, as in torch; formats stay those of this optimizer, and states
-        saved in another format are decoded and encoded anew.
+        saved in another format are decoded and encoded anew. What cannot be loaded is refused, and the optimizer
+        then stays as it was.
         """
-        super().load_state_dict(checkpoint.prepare_for_load(self, state_dict))
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():  # they see the dict, not our sealed one
+            state_dict = hook(self, state_dict) or state_dict
+        prepared = checkpoint.prepare_for_load(self, state_dict)
+        hooks, before = self._optimizer_load_state_dict_pre_hooks, (self.state, self.param_groups)
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        try:
+            super().load_state_dict(prepared)
+        except Exception:
+            self.state, self.param_groups = before
+            raise
+        finally:
+            self._optimizer_load_state_dict_pre_hooks = hooks
+
+    def __getstate__(self) -> dict[str, Any]:
+        counts = {"nonfinite_counts": self.nonfinite_counts, "reset_counts": self.reset_counts}
+        return {**super().__getstate__(), **counts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -428,5 +462,5 @@ class LowBitOptimizer(Optimizer):
             local_of(value).numel() * value.itemsize
             for state in self.state.values()
             for key, value in state.items()
-            if isinstance(value, Tensor) and value.dim() > 0
+            if isinstance(value, Tensor) and key != "step" and not key.endswith(checkpoint.COUNTERS)
         )

@@ -18,11 +18,15 @@ from masterless.codec import exact_sqrt
 from masterless.formats import Format, parse
 from masterless.optim import resets
 from masterless.storage import Storage, tensor_specs
+from masterless.weight import local_of
 
 if TYPE_CHECKING:
     from masterless.optim.base import LowBitOptimizer
 
 VERSION = 1
+# Of torch's param groups: what changes the mathematics is refused, how torch loops over tensors is not ours to know.
+REFUSED = ("amsgrad", "centered")
+IGNORED = (*REFUSED, "foreach", "fused", "capturable", "differentiable")
 COUNTERS = (".reset_step", ".stalled")  # of a state's resets: scalars beside its stored tensors
 
 
@@ -56,17 +60,23 @@ def prepare_for_load(optimizer: LowBitOptimizer, state_dict: dict[str, Any]) -> 
             raise ValueError(
                 f"the state dict has version {version}, this masterless reads up to {VERSION}; upgrade masterless"
             )
-        if saved.get("amsgrad"):
-            raise ValueError("the state dict was saved with amsgrad=True, which masterless does not support")
-        keep = {k: v for k, v in saved.items() if k in optimizer.defaults and k not in formats}
-        keep.pop("masterless_version", None)
+        for option in REFUSED:
+            if saved.get(option):
+                raise ValueError(
+                    f"the state dict was saved with {option}=True, a third average that masterless has no place for; "
+                    f"train on with torch.optim, or start from the weights alone"
+                )
+        # Everything else is kept, what LR schedulers write into a group ("initial_lr") included.
+        dropped = {*formats, *IGNORED, "masterless_version"}
+        keep = {k: v for k, v in saved.items() if k not in dropped}
         own_options = {k: v for k, v in own.items() if k not in ("params", "param_names")}
         entry = {**own_options, **keep, "params": saved["params"]}
         if "param_names" in saved:
             entry["param_names"] = saved["param_names"]
+        optimizer._check_group(entry)  # loaded hyperparameters must go with this optimizer's formats
         merged.append(entry)
         owner.update(dict.fromkeys(saved["params"], saved))
-    states = {k: _Sealed(v, owner.get(k, {})) for k, v in state_dict["state"].items()}
+    states = {k: _Sealed(v, owner[k]) if k in owner else v for k, v in state_dict["state"].items()}
     return {**state_dict, "state": states, "param_groups": merged}
 
 
@@ -75,13 +85,35 @@ def finish_load(optimizer: LowBitOptimizer) -> None:
     for group, p, name in optimizer.parameters():
         sealed = optimizer.state.get(p)
         if isinstance(sealed, _Sealed):
-            optimizer.state[p] = _adopt(optimizer, group, p, name, sealed)
+            if local_of(p) is p:
+                optimizer.state[p] = _adopt(optimizer, group, p, name, sealed)
+            else:
+                from masterless.distributed import sharding
+
+                optimizer.state[p] = sharding.adopt(optimizer, group, p, name, sealed)
+
+
+def is_rehearsal(optimizer: LowBitOptimizer, parameters: list[tuple[dict[str, Any], Tensor, str]]) -> bool:
+    """Whether a fresh optimizer's first step is that of ``get_optimizer_state_dict``: to see which states there are.
+
+    It sets lr = 0 and all gradients to zero. Such a step allocates, and counts for nothing.
+    """
+    if any(float(group["lr"]) != 0.0 for group in optimizer.param_groups):
+        return False
+    zero = not any(bool(local_of(p.grad).any()) for _, p, _ in parameters if p.grad is not None)
+    if all(local_of(p) is p for _, p, _ in parameters):
+        return zero
+    from masterless.distributed import agreement
+
+    return agreement.everywhere(zero, [p for _, p, _ in parameters])
 
 
 def _adopt(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str, sealed: _Sealed) -> dict[str, Any]:
     saved = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in sealed.state.items()}
     wanted = optimizer.state_formats(p, group)
-    step = saved.get("step", torch.tensor(0.0))
+    _refuse_foreign(optimizer, name, saved)
+    # torch's SGD counts no steps; a buffer in its state says that there was one, which is all that SGD asks.
+    step = saved.get("step", float(any(isinstance(v, Tensor) for v in saved.values())))
     state: dict[str, Any] = {"step": torch.as_tensor(step, dtype=torch.float32).cpu().clone()}
     state.update({k: v for k, v in saved.items() if k.endswith(COUNTERS)})
     for moment, fmt in wanted.items():
@@ -99,6 +131,16 @@ def _adopt(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: s
             )
         state.update({state_key(moment, part): t.to(p.device) for part, t in found.tensors.items()})
     return state
+
+
+def _refuse_foreign(optimizer: LowBitOptimizer, name: str, saved: dict[str, Any]) -> None:
+    own = {optimizer.first_name, optimizer.second_name, "step"}
+    foreign = sorted(k for k, v in saved.items() if v is not None and k.split(".")[0] not in own)
+    if foreign:
+        raise ValueError(
+            f"the state dict holds {', '.join(foreign)} for parameter {name}, which {type(optimizer).__name__} does "
+            f"not have; it was saved by another kind of optimizer: load it there, or start from the weights alone"
+        )
 
 
 def _units(group: dict[str, Any]) -> str:
@@ -160,7 +202,9 @@ def export_to_torch(optimizer: LowBitOptimizer) -> dict[str, Any]:
     """A state dict that the optimizer's torch.optim twin loads."""
     twin: Any = optimizer.torch_twin
     if twin is None:
-        raise ValueError(f"torch.optim has no counterpart of {type(optimizer).__name__} to export to")
+        raise ValueError(
+            f"{type(optimizer).__name__} has no counterpart in torch.optim that could load its state; save state_dict()"
+        )
     template = twin([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
     state: dict[int, dict[str, Any]] = {}
     groups = []
@@ -183,6 +227,8 @@ def _exported(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor) -> d
     storages = optimizer.state_storage(p, group)
     step = optimizer.state[p]["step"]
     out: dict[str, Any] = {"step": step.clone()}
+    if "betas" in group:  # torch's Adam keeps a first moment also where beta1 = 0 makes it the gradient
+        out["exp_avg"] = torch.zeros(p.shape)
     for moment, storage in storages.items():
         values = torch.zeros(p.shape) if storage.format.kind == "none" else storage.decode().clone()
         if moment == optimizer.first_name and _units(group) == "update" and storage.format.kind != "none":

@@ -110,7 +110,7 @@ class ResetSchedule:
     def parse(cls, value: Any) -> ResetSchedule:
         """The schedule that an option's value stands for."""
         head, _, mode = value.partition(":") if isinstance(value, str) else (value, "", "")
-        if isinstance(head, str) and head.isdigit():
+        if isinstance(head, str) and head.isdecimal():
             head = int(head)
         known = head in ("auto", "adaptive") or (isinstance(head, int) and not isinstance(head, bool) and head >= 1)
         if not known or mode not in ("", *MODES):
@@ -186,6 +186,11 @@ def before_step(
     due = False
     before = None
     if schedule.kind == "adaptive":
+        if hasattr(p, "device_mesh"):
+            raise ValueError(
+                f"reset={group['reset']!r}: stalls are measured on the local shard of {name}, and ranks would reset it "
+                f"at different steps; use 'auto' or a number of steps"
+            )
         stalls = storage.format.kind not in ("none", "factored")
         before = sampled_codes(storage) if stalls and age % MEASURE_EVERY == 0 else None
     elif schedule.period:

@@ -21,6 +21,7 @@ from typing import Any
 from masterless.plan.architectures import ARCHITECTURES, CONFIG_KEYS, Architecture, Module, is_moe_layer, symbols
 from masterless.plan.headers import read_headers, safetensors_files
 
+MOST_LAYERS = 10_000
 ROOT = -1  # the unit of what is in no layer
 
 
@@ -142,7 +143,11 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
         s = symbols(config, architecture)
     except ValueError as error:
         raise PlanError(f"{name}: a {kind} config that {error}") from error
-    dense = config.get("mlp_only_layers") or ()
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
+        raise PlanError(f"{name}: a {kind} config with mlp_only_layers={dense!r}; write a list of layer numbers")
+    if s["layers"] > MOST_LAYERS:
+        raise PlanError(f"{name}: a {kind} config of {s['layers']:,} layers; more than {MOST_LAYERS:,} are no model")
     moe = [is_moe_layer(i, s, frozenset(dense)) for i in range(s["layers"])]
     parameters: list[Parameter] = []
 
@@ -232,7 +237,7 @@ def _model_of_files(path: Path, files: list[Path]) -> Model:
     entries: dict[tuple[str, tuple[int, ...]], Parameter] = {}
     left: list[str] = []
     for name, (dtype, shape) in read_headers(files).items():
-        if not dtype.startswith(("F", "BF")) or _BUFFERS.search(name):
+        if not dtype.startswith(("F", "BF")) or _BUFFERS.search(name) or 0 in shape:
             left.append(name)
             continue
         pattern = _EXPERT.sub(".experts.*.", name)

@@ -270,7 +270,9 @@ def _advice(plan: Plan, row: Row, memory: int, lead: str) -> Advice:
     if total > (1 - SPARE) * memory:
         text += f", which leaves only {gigabytes(memory - total)} GB for what is not counted"
         roomier = _best(plan, round((1 - SPARE) * memory))
-        text += f" (preset {roomier.system.name} leaves {SPARE:.0%})" if roomier else ""
+        if roomier:
+            same = "step_in_backward" if roomier.system == row.system else f"preset {roomier.system.name}"
+            text += f" ({same} leaves {SPARE:.0%} and more)"
     return Advice(row.system.name, in_backward, plan.settings, text)
 
 

@@ -43,7 +43,16 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     except (OSError, RuntimeError) as error:  # torch.save reports a failed write as either
         with suppress(OSError):
             beside.unlink()
-        raise CheckpointError(f"{path}: cannot be written ({reason_of(error)}); {remedy_for(error)}") from error
+        origin = _origin(error)
+        raise CheckpointError(f"{path}: cannot be written ({reason_of(origin)}); {remedy_for(origin)}") from error
+
+
+def _origin(error: BaseException) -> BaseException:
+    """The error of the operating system behind an error of torch's archive writer, if there is one."""
+    current: BaseException | None = error
+    while current is not None and not isinstance(current, OSError):
+        current = current.__cause__ or current.__context__
+    return current or error
 
 
 def reason_of(error: BaseException) -> str:

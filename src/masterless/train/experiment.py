@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import platform
 import queue
 import signal
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +30,7 @@ import torch
 import masterless
 from masterless.models import GPT, GPTConfig
 from masterless.optim import LowBitOptimizer, NonFiniteGradientError
+from masterless.optim.base import LossyUpdateWarning
 from masterless.quantize import quantize_
 from masterless.train.build import memory_of
 from masterless.train.corpus import Corpus, stdlib_corpus, text_corpus
@@ -126,7 +127,10 @@ def run(
 
     try:
         result = train(model, optimizer, corpus, settings, note)
-        row["loss"] = result.final_validation_loss
+        finite = math.isfinite(result.final_validation_loss)
+        row["loss"] = result.final_validation_loss if finite else None
+        if not finite:
+            row["diverged"] = "the loss is not finite"
         row["validation"] = result.validation_losses
         row["seconds"] = round(result.seconds, 3)
     except NonFiniteGradientError as error:
@@ -186,11 +190,14 @@ def run_all(
     context = multiprocessing.get_context("spawn")
     messages: Any = context.Queue()
     waiting, running = list(todo), {}  # type: ignore[var-annotated]
+    warned: set[str] = set()
     try:
         while waiting or running:
             while waiting and len(running) < workers:
                 identity = waiting.pop(0)
-                running[identity] = _started(context.Process(target=_work, args=(todo[identity], messages, threads)))
+                # Noted before it is started: a signal between the two must not leave it behind.
+                running[identity] = context.Process(target=_work, args=(todo[identity], messages, threads))
+                _start(running[identity])
             try:
                 identity, kind, payload = messages.get(timeout=1.0)
             except queue.Empty:
@@ -206,6 +213,11 @@ def run_all(
                 if on_progress is not None:
                     on_progress(todo[identity], *payload)
                 continue
+            if kind == "warning":
+                if payload not in warned:
+                    warnings.warn(payload, stacklevel=2)
+                warned.add(payload)
+                continue
             running.pop(identity).join()
             if kind == "error":
                 raise RuntimeError(f"{todo[identity].label}: the run failed; {payload}")
@@ -215,21 +227,24 @@ def run_all(
                 os.fsync(file.fileno())
             yield payload
     finally:
-        for process in running.values():
+        begun = [process for process in running.values() if process.pid is not None]
+        for process in begun:
             process.terminate()
+        for process in begun:
+            process.join(5)
 
 
-def _started(process: Any) -> Any:
+def _start(process: Any) -> None:
     """Starts a process that Ctrl-C does not reach: whoever started it decides what becomes of it."""
-    if threading.current_thread() is not threading.main_thread():
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
         process.start()
-        return process
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return
+    # A blocked signal stays blocked in the child, and is only delayed here (an ignored one would be lost).
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
     finally:
-        signal.signal(signal.SIGINT, previous)
-    return process
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def _work(experiment: Experiment, messages: Any, threads: int) -> None:
@@ -243,9 +258,12 @@ def _work(experiment: Experiment, messages: Any, threads: int) -> None:
             messages.put((identity, "progress", (step, loss)))
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of lossy configurations, which are here to be compared
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warnings.simplefilter("ignore", LossyUpdateWarning)  # such configurations are here to be compared
             row = run(experiment, progress=progress)
+        for warning in {str(w.message) for w in caught}:
+            messages.put((identity, "warning", warning))
         messages.put((identity, "row", row))
     except Exception as error:
         detail = traceback.extract_tb(error.__traceback__)[-1]

@@ -133,7 +133,7 @@ class Stalls:
 
 
 def _shares(parameters: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Means over parameters by tensor (the weight, each moment), weighted by live elements as the monitor's totals are."""
+    """Means over parameters by tensor (the weight, each moment), weighted by live elements."""
     result: dict[str, dict[str, float]] = {}
     for key in dict.fromkeys(key for entries in parameters for key in entries):
         for field in ("stalled_codes", "predicted", "lost"):

@@ -12,7 +12,7 @@ from typing import Any
 from .checkpoint import write_atomically
 from .config import FIELDS, RunConfig, read_toml
 from .observe import read_metrics
-from .svg import Series, histogram, legend, line_chart, scatter
+from .svg import Series, clip_definition, histogram, legend, line_chart, scatter
 
 ROLES = ("weights", "first moment", "second moment", "gradients")
 _POINTS = 400  # of a curve; more are averaged
@@ -136,7 +136,7 @@ def write_comparison_report(
         Series(label, points, colors[label], style)
         for label in colors
         for key, field, style in (("exp_avg_sq", "stalled_codes", "line"), ("exp_avg_sq", "predicted", "dashed"))
-        if any(y for _, y in (points := _stall_points(rows, label, key, field)))
+        if (points := _stall_points(rows, label, key, field)) and max(points, key=lambda p: p[1])[1] > 0
     ]
     if stalls:
         named = [Series(s.name if s.style == "line" else "", s.points, s.color, s.style) for s in stalls]
@@ -189,7 +189,7 @@ def _page(title: str, lead: Sequence[str], body: str) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · masterless</title>'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{_STYLE}</style></head>'
-        f"<body><main><header><h1>{escape(title)}</h1>{paragraphs}</header>{body}</main></body></html>\n"
+        f"<body>{clip_definition()}<main><header><h1>{escape(title)}</h1>{paragraphs}</header>{body}</main></body></html>\n"
     )
 
 

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
+import os
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -41,26 +40,33 @@ from .corpus import END_OF_DOCUMENT, Corpus
 from .display import Display, Speed, Status
 from .loop import StepReport, train
 from .observe import MetricsFile, Stalls, peak_memory, read_metrics, stalled_share
+from .signals import StopFlag
 
 TOKENIZER = "tokenizer.json"
 
 
-class StopFlag:
-    """Notes SIGINT and SIGTERM instead of dying of them; a second one is fatal as usual."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        for known in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(known, signal.SIG_DFL)
-
-
 class _Interrupted(Exception):
     """Ends the training loop after the state was saved."""
+
+
+class FolderLock:
+    """Holds a run directory for this process until it ends, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._handle: int | None = None
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return
+        self._handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder}: another process is training here; wait for it or stop it") from None
+
+    def __del__(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
 
 
 @dataclasses.dataclass
@@ -90,7 +96,7 @@ class Run:
     seconds: float = 0.0
     metrics_bytes: int = 0
     notes: list[str] = dataclasses.field(default_factory=list)
-    _lock: Any = None
+    _lock: FolderLock | None = None
 
     @property
     def header(self) -> str:
@@ -117,7 +123,7 @@ def start(config: RunConfig, folder: Path) -> Run:
     facts = {"text": corpus.fingerprint, "torch": torch.__version__, "masterless": masterless.__version__}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _locked(folder)
+        lock = FolderLock(folder)
         write_atomically(folder / "config.toml", lambda file: file.write(to_toml(config).encode()))
         if corpus.tokenizer is not None:
             write_atomically(folder / TOKENIZER, lambda file: file.write(corpus.tokenizer.to_str().encode()))
@@ -132,7 +138,7 @@ def resume(folder: Path, from_step: int | None = None) -> Run:
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder}: not a run directory, it has no config.toml; pass one that masterless train made")
     config = _set_threads(resolve({}, read_toml(folder / "config.toml")))
-    lock = _locked(folder)
+    lock = FolderLock(folder)
     checkpoints = Checkpoints(folder / "checkpoints", config.keep)
     checkpoints.open()
     entry = checkpoints.entry(from_step)
@@ -256,6 +262,8 @@ def execute(run: Run, display: Display, stop: StopFlag, sample: int = 0, tensorb
         "text": run.corpus.description,
         "versions": {"masterless": masterless.__version__, "torch": torch.__version__},
     }
+    if done == run.step:  # it was finished already: what an earlier session measured still holds
+        summary.update({k: v for k, v in _earlier_summary(run.folder).items() if summary.get(k, v) is None})
     if sample and status == "finished":
         summary["sample"] = sample_text(run, sample)
     write_atomically(run.folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=1).encode()))
@@ -292,6 +300,13 @@ def _build(config: RunConfig, tokenizer: Path | None, initial: bool = True) -> t
     return corpus, model, build_optimizer(model, config)
 
 
+def _earlier_summary(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
 def _set_threads(config: RunConfig) -> RunConfig:
     """Fixes the number of threads: sums split differently among them round differently."""
     if config.threads is not None:
@@ -299,24 +314,7 @@ def _set_threads(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, threads=torch.get_num_threads())
 
 
-def _locked(folder: Path) -> Any:
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return None
-    file = (folder / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"{folder}: another process is training here; wait for it or stop it") from None
-    return file
-
-
 def _summary_writer(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError(
-            "--tensorboard: TensorBoard is not installed; pip install tensorboard, or leave it out"
-        ) from None
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(folder), purge_step=step)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 520, 320
-LEFT, RIGHT, TOP, BOTTOM = 50, 14, 12, 42
+LEFT, RIGHT, TOP, BOTTOM = 60, 14, 12, 42
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _axes(
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text class="label" x="{middle:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
     parts.append(
-        f'<text class="label" transform="translate(12 {(TOP + floor) / 2:.0f}) rotate(-90)" text-anchor="middle">'
+        f'<text class="label" transform="translate(13 {(TOP + floor) / 2:.0f}) rotate(-90)" text-anchor="middle">'
         f"{escape(y_label)}</text>"
     )
     return "".join(parts)
@@ -207,12 +207,15 @@ def _label_place(
     return chosen
 
 
-def _svg(body: Sequence[str], label: str) -> str:
+def clip_definition() -> str:
+    """What the charts of a page refer to; once a page."""
     clip = (
         f'<clipPath id="plot"><rect x="{LEFT - 4}" y="0" width="{WIDTH - LEFT - RIGHT + 8}" '
         f'height="{HEIGHT - BOTTOM + 2}"/></clipPath>'
     )
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label, quote=True)}">'
-        f"<defs>{clip}</defs>{''.join(body)}</svg>"
-    )
+    return f'<svg width="0" height="0" style="position:absolute" aria-hidden="true"><defs>{clip}</defs></svg>'
+
+
+def _svg(body: Sequence[str], label: str) -> str:
+    name = escape(label, quote=True)
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{"".join(body)}</svg>'

@@ -1,0 +1,69 @@
+"""Ranks that die: no hang, no broken checkpoint, and a restart with fewer ranks goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pool import free_port
+
+from masterless.distributed import latest
+
+pytestmark = pytest.mark.timeout(280)
+HERE = Path(__file__).parent
+
+
+def torchrun(ranks: int, script: Path, *arguments: str, timeout: float = 90) -> tuple[int, str]:
+    """Runs a script on some ranks; returns the exit code and what was printed. A run that hangs fails the test."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--master-port", str(free_port()), str(script), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks, a session of their own
+        output, _ = process.communicate()
+        pytest.fail(f"torchrun did not end within {timeout} s:\n{output[-3000:]}")
+    return process.returncode, output
+
+
+def test_killed_in_a_save_killed_in_training_and_resumed_with_fewer_ranks(tmp_path):
+    script = HERE / "faulty.py"
+    directory = tmp_path / "run"
+
+    code, output = torchrun(4, script, str(directory), "--die-in-save", "4")
+    assert code != 0, output
+    assert "SIGKILL" in output
+    last = latest(directory)
+    assert last is not None and last.name == "step-00000002", f"{last}: a save that was interrupted must not show"
+    assert list(directory.glob(".incomplete-*")), "the interrupted save has left its files, under another name"
+
+    started = time.monotonic()
+    code, output = torchrun(2, script, str(directory), "--die-in-training", "5")
+    assert code != 0, output
+    assert "starts at 2" in output and "SIGKILL" in output
+    last = latest(directory)
+    assert last is not None and last.name == "step-00000004"
+    assert time.monotonic() - started < 85
+
+    code, output = torchrun(1, script, str(directory))
+    assert code == 0, output
+    assert "starts at 4" in output
+    assert "as uninterrupted: True" in output
+    assert not list(directory.glob(".incomplete-*"))
+
+
+def test_the_example_runs(tmp_path):
+    example = HERE.parents[1] / "examples" / "fsdp2.py"
+    code, output = torchrun(2, example, "--steps", "3", "--checkpoints", str(tmp_path))
+    assert code == 0, output
+    assert "rank 1 of 2 holds" in output
+    assert len(example.read_text().splitlines()) <= 60
