@@ -24,7 +24,6 @@ from masterless.rounding import dither
 from masterless.weight import QuantizedTensor
 
 HALF_ULP = 2.0**-24  # largest relative error of one fp32 operation
-FP32 = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
 
 
 def random(*shape, seed=0, scale=1.0):
@@ -242,11 +241,17 @@ def test_next_lr_takes_the_error_out_of_a_scheduled_virtual_sequence(aim):
     assert worst == 0.0 if aim == "next" else worst > 1000
 
 
-@pytest.mark.parametrize("cls", [ml.SGD, ml.AdamW, ml.RMSprop])
+AIMING = {
+    ml.SGD: {"momentum": 0.9, "momentum_buffer": "fp32"},
+    ml.RMSprop: {"momentum": 0.9, "momentum_buffer": "fp32"},
+    ml.AdamW: {"betas": (0.9, 0.99), "weight_decay": 0.1, "exp_avg": "fp32"},
+    ml.Adafactor: {"beta1": 0.9, "exp_avg": "fp32"},
+}
+
+
+@pytest.mark.parametrize("cls", AIMING)
 def test_next_lr_only_rescales_the_injection(cls):
-    options = {"momentum": 0.9} if cls is not ml.AdamW else {"betas": (0.9, 0.99), "weight_decay": 0.1}
-    first = "exp_avg" if cls is ml.AdamW else "momentum_buffer"
-    options[first] = "fp32"
+    options, first = AIMING[cls], cls.first_name
     found = {}
     for next_lr in (None, 0.01, 0.04, 0.0):
         p = quantized(random(4, 128), "int4")

@@ -1,9 +1,11 @@
 """Train neural networks in one to two bytes per parameter, with nothing full-precision kept on the side."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from masterless.backward import step_in_backward
     from masterless.formats import Format, FormatError
     from masterless.formats import parse as format
     from masterless.monitor import Monitor
@@ -14,15 +16,19 @@ if TYPE_CHECKING:
         Adam,
         AdamW,
         Lion,
+        LossyUpdateWarning,
         NonFiniteGradientError,
         RMSprop,
         beta_for_bits,
     )
+    from masterless.presets import PRESETS, prepare
     from masterless.quantize import dequantize_, quantize_
+    from masterless.weight import QuantizedTensor
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "PRESETS",
     "SGD",
     "AdaBelief",
     "Adafactor",
@@ -31,13 +37,17 @@ __all__ = [
     "Format",
     "FormatError",
     "Lion",
+    "LossyUpdateWarning",
     "Monitor",
     "NonFiniteGradientError",
+    "QuantizedTensor",
     "RMSprop",
     "beta_for_bits",
     "dequantize_",
     "format",
+    "prepare",
     "quantize_",
+    "step_in_backward",
 ]
 
 # Where each name lives, and what it is called there. Nothing is imported before it is used (PEP 562), so that the
@@ -45,7 +55,10 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("Format", "FormatError", "format"), "masterless.formats"),
     **dict.fromkeys(("dequantize_", "quantize_"), "masterless.quantize"),
+    **dict.fromkeys(("PRESETS", "prepare"), "masterless.presets"),
     "Monitor": "masterless.monitor",
+    "QuantizedTensor": "masterless.weight",
+    "step_in_backward": "masterless.backward",
 }
 _NAMES = {"format": "parse"}
 
@@ -66,3 +79,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if "torch" in sys.modules:  # then nothing is saved by waiting, and torch.load must know the quantized tensors
+    import_module("masterless.weight")

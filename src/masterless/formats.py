@@ -216,7 +216,7 @@ def _parse(name: str) -> Format:
             fmt = replace(fmt, scale=cast(ScaleKind, option))
         elif option in ("row", "tensor"):
             fmt = replace(fmt, granularity=cast(Granularity, option))
-        elif option.isdigit() and int(option) in (32, 64, 128, 256, 512, 1024):
+        elif option.isascii() and option.isdigit() and int(option) in (32, 64, 128, 256, 512, 1024):
             fmt = replace(fmt, granularity=int(option))
         else:
             raise FormatError(

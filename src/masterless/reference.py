@@ -89,7 +89,9 @@ def step(task: Task) -> int:
     if rows * cols == 0:
         return 0 if task.across is None else task.across.idle(task)
     grad = task.grad.detach().reshape(rows, cols)
-    bad = _bad_elements(grad)
+    if task.across is None and not task.indivisible:
+        return sum(_step_slab(task, grad[a:b], _bad_elements(grad[a:b]), a, b) for a, b in _slabs(rows, cols))
+    bad = torch.cat([_bad_elements(grad[a:b]) for a, b in _slabs(rows, cols)])
     count = int(bad.sum())
     blocked = count > 0
     if task.across is not None:
@@ -99,7 +101,7 @@ def step(task: Task) -> int:
             return count
         task = _with_parameter_statistics(task, grad)
     for start, stop in _slabs(rows, cols):
-        _step_slab(task, grad[start:stop], bad[start:stop] if blocked else None, start, stop)
+        _step_slab(task, grad[start:stop], bad[start:stop], start, stop)
     return count
 
 
@@ -148,10 +150,12 @@ def _target(task: Task, grad: Tensor, start: int, stop: int) -> tuple[Tensor, Up
     return w * c.decay - moved * c.step_size, update
 
 
-def _step_slab(task: Task, grad: Tensor, bad: Tensor | None, start: int, stop: int) -> None:
+def _step_slab(task: Task, grad: Tensor, bad: Tensor, start: int, stop: int) -> int:
+    """Steps some rows, but for the tiles with bad gradients; returns how many gradients are bad."""
     weight, c = task.weight, task.scalars
     cols = weight.layout.cols
-    if bad is not None:
+    count = int(bad.sum())
+    if count:
         grad = torch.where(bad, 0.0, grad)
     target, update = _target(task, grad, start, stop)
 
@@ -186,9 +190,10 @@ def _step_slab(task: Task, grad: Tensor, bad: Tensor | None, start: int, stop: i
             new = codec.encode(value, storage.format, random_bits(purpose), log_dither=log_dither)
             writes.append((storage, new))
     for storage, new in writes:
-        if bad is not None:
+        if count:
             new = _keep_bad_tiles(storage, new, bad, task.chunks_per_tile, start, stop)
         storage.write(start, stop, new)
+    return count
 
 
 def _keep_bad_tiles(

@@ -205,9 +205,6 @@ def memory(rank: int, world: int) -> dict[int, dict[str, float]]:
             model = _shard(_gpt(), n)
             opt = ml.AdamW(model.named_parameters(), **OPTIONS)
             _train(model, opt, 1)
-            held = {
-                "weights": sharding.local_bytes(*model.parameters()) / weights,
-                "states": opt.state_bytes() / states,
-            }
-            shares[n] = held
+            held = sharding.local_bytes(*model.parameters())
+            shares[n] = {"weights": held / weights, "states": opt.state_bytes() / states}
     return shares

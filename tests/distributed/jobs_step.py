@@ -11,7 +11,7 @@ from zoo import SIZES, configurations, differences, inside, mesh_of, quantized_z
 import masterless as ml
 
 
-def parity(rank: int, world: int, names: list[str], steps: int = 4) -> list[str]:
+def parity(rank: int, world: int, names: list[str], steps: int = 3) -> list[str]:
     """Same gradients, 1 to 4 ranks: codes, scales and states against one process."""
     found = []
     table = configurations()

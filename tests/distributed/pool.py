@@ -29,7 +29,7 @@ def free_port() -> int:
 def _worker(rank: int, world: int, port: int, jobs: Any, results: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=200))
     while True:
         name, args = jobs.get()
         module, _, function = name.partition(":")
@@ -66,7 +66,7 @@ class Pool:
             process.join(10)
         self.processes = []
 
-    def run(self, job: str, *args: Any, timeout: float = 90) -> list[Any]:
+    def run(self, job: str, *args: Any, timeout: float = 240) -> list[Any]:
         """Runs ``module:function(rank, world, *args)`` on all ranks; returns their values in order."""
         if not self.processes:
             self._start()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 from zoo import configurations
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(260)
 
 
-def test_every_configuration_steps_alike_on_any_number_of_ranks(ranks):
-    found = ranks.run("jobs_step:parity", list(configurations()), timeout=120)
+@pytest.mark.parametrize("names", [list(configurations())[i::4] for i in range(4)], ids=", ".join)
+def test_every_configuration_steps_alike_on_any_number_of_ranks(ranks, names):
+    found = ranks.run("jobs_step:parity", names)
     assert not any(found), "\n".join(line for rank in found for line in rank)
 
 
 def test_gradients_that_are_not_finite_stop_the_same_tiles(ranks):
-    found = ranks.run("jobs_step:bad_gradients", timeout=120)
+    found = ranks.run("jobs_step:bad_gradients")
     assert not any(found), "\n".join(line for rank in found for line in rank)
 
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 import masterless as ml
 from masterless.distributed.sharding import Place
 from masterless.presets import PRESETS
-from masterless.storage import Storage
 from masterless.weight import QuantizedTensor, local_of
 
 SIZES = (1, 2, 3, 4)
@@ -143,7 +142,3 @@ def differences(sharded: nn.Module, opt: Any, whole: nn.Module, whole_opt: Any) 
 
 def same(a: Tensor, b: Tensor) -> bool:
     return a.numel() == b.numel() == 0 or torch.equal(a.reshape(b.shape), b)
-
-
-def zeros_like_storage(storage: Storage) -> Storage:
-    return Storage.zeros(storage.format, storage.shape)

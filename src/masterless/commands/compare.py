@@ -311,9 +311,12 @@ def _plot(table: Sequence[Mapping[str, Any]], path: Path) -> Path | None:
         return None
     figure = Figure(figsize=(7, 4.4), layout="constrained")
     axes = figure.add_subplot()
-    for i, e in enumerate(e for e in table if e["loss"] is not None):
+    shown = sorted((e for e in table if e["loss"] is not None), key=lambda e: e["bytes_measured"])
+    for i, e in enumerate(shown):
         axes.errorbar(e["bytes_measured"], e["loss"], yerr=e["loss_spread"], fmt="o", color=f"C{i}", markersize=7)
-        axes.annotate(e["label"], (e["bytes_measured"], e["loss"]), xytext=(8, 4), textcoords="offset points")
+        # Above and below in turns: neighbours on the axis are often close in loss, too.
+        place = {"xytext": (0, -16 if i % 2 else 9), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(e["label"], (e["bytes_measured"], e["loss"]), **place)
     axes.set(xlabel="bytes a parameter, measured", ylabel="validation loss", xscale="log")
     axes.set_xticks([x for x in (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16)])
     axes.xaxis.set_major_formatter("{x:g}")

@@ -1,6 +1,7 @@
 """Beyond one process: quantized weights and low-bit states under PyTorch's own distributed engine.
 
-FSDP2's `fully_shard` needs nothing from here: quantize the model, shard it, build the optimizer. See `docs/distributed.md`.
+FSDP2's `fully_shard` needs nothing from here: quantize the model, shard it, build the optimizer. More is in
+`docs/distributed.md`.
 """
 
 from masterless.distributed.checkpoint import (

@@ -4,8 +4,8 @@ Contract:
     * `torch.distributed.checkpoint` sees ordinary tensors: a quantized parameter ``w`` is saved as ``w.codes``,
       ``w.scale`` (and ``w.hidden``, ``w.master``), each cut along dimension 0 like the parameter. Any reader of such
       checkpoints can open the files.
-    * A checkpoint is a directory ``step-<number>``. It is written under another name and renamed when all ranks are done:
-      whatever dies in between, a directory of that name is complete.
+    * A checkpoint is a directory ``step-<number>``. It is written under another name and renamed when all ranks are
+      done: whatever dies in between, a directory of that name is complete.
     * Loading fills the live tensors in place; nothing is encoded anew.
 """
 
@@ -255,8 +255,8 @@ def _compare(state: dict[str, Any], stored: Mapping[str, Any], checkpoint: Path)
         found = stored.get(key)
         if found is None:
             raise ValueError(
-                f"checkpoint {checkpoint} has no {key!r}: it belongs to another model, or weights and states were saved "
-                f"in other formats; quantize the model and build the optimizer as for the run that saved it"
+                f"checkpoint {checkpoint} has no {key!r}: it belongs to another model, or weights and states were "
+                f"saved in other formats; quantize the model and build the optimizer as for the run that saved it"
             )
         if isinstance(found, TensorStorageMetadata) and (found.size, found.properties.dtype) != (
             tensor.shape,

@@ -53,14 +53,15 @@ class Place:
     dim: int | None
 
     @classmethod
-    def of(cls, p: DTensor) -> Place:
-        """The place of a parameter's local shard."""
+    def of(cls, p: Tensor) -> Place:
+        """The place of a parameter's local shard; the parameter must be a DTensor."""
+        assert isinstance(p, DTensor)
         sharded = [i for i, placement in enumerate(p.placements) if not isinstance(placement, Replicate)]
         if len(sharded) > 1 or any(p.placements[i] != Shard(0) for i in sharded):
             raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} has placements {p.placements}: low-bit states follow a parameter "
-                f"sharded along dimension 0 of one mesh dimension (FSDP2, HSDP); blocks would be cut in two otherwise. "
-                f"Shard with fully_shard alone"
+                f"a parameter of shape {tuple(p.shape)} has placements {p.placements}: low-bit states follow a "
+                f"parameter sharded along dimension 0 of one mesh dimension (FSDP2, HSDP); blocks would be cut in two "
+                f"otherwise. Shard with fully_shard alone"
             )
         local, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
         whole = (1,) if not p.shape else tuple(p.shape)
@@ -114,12 +115,7 @@ class Place:
         return value[self.start : self.start + self.slices]
 
 
-def place_of(p: Tensor) -> Place | None:
-    """The place of a DTensor's shard; None for an ordinary tensor."""
-    return Place.of(p) if isinstance(p, DTensor) else None
-
-
-def check(p: DTensor, group: dict[str, Any], formats: dict[str, Format]) -> None:
+def check(p: Tensor, group: dict[str, Any], formats: dict[str, Format]) -> None:
     """Raises a ValueError for a sharded parameter that the optimizer cannot step."""
     place = Place.of(p)
     if place.dim is None:
@@ -132,12 +128,12 @@ def check(p: DTensor, group: dict[str, Any], formats: dict[str, Format]) -> None
             )
     if isinstance(group["reset"], str) and group["reset"].startswith("adaptive"):
         raise ValueError(
-            f"reset={group['reset']!r} with sharded parameters: each rank would measure the stalls of its own shard and "
-            f"ranks would reset at different steps; pass 'auto' or a number of steps"
+            f"reset={group['reset']!r} with sharded parameters: each rank would measure the stalls of its own shard, "
+            f"and ranks would reset at different steps; pass 'auto' or a number of steps"
         )
 
 
-def state_storage(p: DTensor, state: dict[str, Any], formats: dict[str, Format]) -> dict[str, Storage]:
+def state_storage(p: Tensor, state: dict[str, Any], formats: dict[str, Format]) -> dict[str, Storage]:
     """The storages of a sharded parameter's states: local tensors of the DTensors in `state`, allocated if need be."""
     place, local = Place.of(p), tuple(local_of(p).shape)
     storages = {}
@@ -168,7 +164,7 @@ def _zeros(fmt: Format, place: Place, local: tuple[int, ...], device: torch.devi
     return tensors
 
 
-def adopt(optimizer: LowBitOptimizer, group: dict[str, Any], p: DTensor, name: str, sealed: Any) -> dict[str, Any]:
+def adopt(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str, sealed: Any) -> dict[str, Any]:
     """A loaded state, whole or sharded, as this rank's part of it, in this optimizer's formats."""
     place, formats = Place.of(p), optimizer.state_formats(p, group)
     whole = {
@@ -185,11 +181,13 @@ def adopt(optimizer: LowBitOptimizer, group: dict[str, Any], p: DTensor, name: s
     if place.slices:
         adopted = checkpoint._adopt(optimizer, group, local_of(p), name, checkpoint._Sealed(saved, sealed.saved_group))
         return {key: place.wrap(value, *whole[key]) if key in whole else value for key, value in adopted.items()}
-    state: dict[str, Any] = {key: value for key, value in saved.items() if key not in whole}
-    state_storage(p, state, formats)  # nothing to convert, but counters and shared tensors are everybody's
-    state.update(
-        {k: place.wrap(saved[k].clone(), *whole[k]) for k in whole if place.shared(whole[k][0]) and k in saved}
-    )
+    # Nothing to convert, but counters and shared tensors are everybody's.
+    counters = {key: value for key, value in saved.items() if not isinstance(value, Tensor) or value.dim() == 0}
+    state: dict[str, Any] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()}
+    state_storage(p, state, formats)
+    for key, (part, size) in whole.items():
+        if place.shared(part) and key in saved:
+            state[key] = place.wrap(saved[key].clone(), part, size)
     return state
 
 

@@ -137,8 +137,8 @@ def _refuse_ddp_broadcast(q: QuantizedTensor) -> None:
     while frame is not None:
         if frame.f_code.co_name == "_sync_params_and_buffers":
             raise RuntimeError(
-                f"DistributedDataParallel would synchronise a parameter stored as '{q.format}' by decoding, sending and "
-                f"rounding it anew, which changes it and loses hidden bits; wrap the model with "
+                f"DistributedDataParallel would synchronise a parameter stored as '{q.format}' by decoding, sending "
+                f"and rounding it anew, which changes it and loses hidden bits; wrap the model with "
                 f"masterless.distributed.replicate(model), which sends the stored bytes"
             )
         frame = frame.f_back  # type: ignore[assignment]

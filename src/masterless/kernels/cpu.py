@@ -42,7 +42,6 @@ _RULES = {
 _STORAGE = struct.Struct("@12i4q6fQ3P8P")
 _GEOMETRY = struct.Struct("@4q2i")
 _CHANGING = struct.Struct("@Pq3Q9i11f4dq")
-_BAD = struct.Struct("@q")
 _EMPTY_STORAGE = bytes(_STORAGE.size)
 _CONSTANT_SIZE = 3 * _STORAGE.size + _GEOMETRY.size
 _TASK_SIZE = _CONSTANT_SIZE + _CHANGING.size
@@ -167,18 +166,20 @@ def _describe_storage(storage: Storage | None) -> bytes:
 
 # --- tasks as structs -----------------------------------------------------------------------------------
 
-_constant_parts: dict[tuple[Any, ...], bytes] = {}
+# Signature -> description, and the formats in the signature, which it must keep alive because it has their ids.
+_constant_parts: dict[tuple[Any, ...], tuple[bytes, list[Format]]] = {}
 
 
 def _signature(task: Task) -> tuple[Any, ...]:
-    """Everything that the constant part of a task is computed from; tensors by their address."""
+    """Everything that the constant part of a task is computed from; tensors by their address, formats by id."""
     parts: list[Any] = [task.rule.name]
     for storage in (task.weight, task.first, task.second):
-        if storage is None:
-            parts.append(None)
-        else:
-            parts += (str(storage.format), storage.shape)
+        if storage is not None:
+            parts.append(id(storage.format))
+            parts.append(storage.shape)
             parts += [t.data_ptr() for t in storage.tensors.values()]
+        else:
+            parts.append(None)
     return tuple(parts)
 
 
@@ -207,8 +208,9 @@ def _constant_part(task: Task) -> bytes:
     if described is None:
         if len(_constant_parts) >= _CACHE_LIMIT:
             _constant_parts.clear()
-        described = _constant_parts[signature] = _describe_constant(task)
-    return described
+        described = _describe_constant(task), [s.format for s in task.storages]
+        _constant_parts[signature] = described
+    return described[0]
 
 
 def _changing_part(task: Task) -> bytes:
@@ -243,12 +245,14 @@ def supports(task: Task) -> bool:
     """Whether the kernel can perform this step: everything on the CPU, contiguous, of known types."""
     if not kernels.available() or task.rule.name not in _RULES or task.tensor_scale is not None:
         return False
+    if task.collective or task.first_col is not None:  # what ranks must agree on is the reference's
+        return False
     grad = task.grad
     return (
-        grad.device.type == "cpu"
+        grad.is_cpu
         and grad.dtype in (torch.float32, torch.bfloat16)
         and grad.is_contiguous()
-        and all(t.device.type == "cpu" and t.is_contiguous() for s in task.storages for t in s.tensors.values())
+        and all(t.is_cpu and t.is_contiguous() for s in task.storages for t in s.tensors.values())
     )
 
 
@@ -262,8 +266,8 @@ def step(tasks: Sequence[Task]) -> list[int]:
         len(tasks) * _TASK_SIZE,
     )
     library.ml_step(described, ctypes.c_int64(len(tasks)), torch.get_num_threads())
-    end = _TASK_SIZE - _BAD.size
-    return [_BAD.unpack_from(described, i * _TASK_SIZE + end)[0] for i in range(len(tasks))]
+    words = np.frombuffer(described, dtype=np.int64).reshape(len(tasks), -1)
+    return words[:, -1].tolist()  # the number of bad gradients comes last
 
 
 # --- whole tensors --------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from masterless.optim.adafactor import Adafactor
 from masterless.optim.adam import AdaBelief, Adam, AdamW
-from masterless.optim.base import LowBitOptimizer, NonFiniteGradientError
+from masterless.optim.base import LossyUpdateWarning, LowBitOptimizer, NonFiniteGradientError
 from masterless.optim.beta import beta_for_bits
 from masterless.optim.sgd import SGD, Lion, RMSprop
 
@@ -13,6 +13,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Lion",
+    "LossyUpdateWarning",
     "LowBitOptimizer",
     "NonFiniteGradientError",
     "RMSprop",

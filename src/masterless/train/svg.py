@@ -91,7 +91,7 @@ def scatter(points: Sequence[tuple[str, float, float, int]], x_label: str, y_lab
 
     marks = [x for x in (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32) if x_low <= math.log2(x) <= x_high]
     body = [_axes(marks, ticks(low, high), at_x, at_y, x_label, y_label, False)]
-    taken: list[tuple[float, float, float, float]] = []
+    taken = [(at_x(x) - 7, at_y(y) - 7, at_x(x) + 7, at_y(y) + 7) for _, x, y, _ in points]
     for name, x, y, color in sorted(points, key=lambda p: p[2]):
         px, py = at_x(x), at_y(y)
         body.append(
@@ -189,8 +189,8 @@ def _label_place(
         ("end", px - 9, py + 4),
         ("middle", px, py - 10),
         ("middle", px, py + 20),
-        ("start", px + 9, py - 12),
-        ("start", px + 9, py + 20),
+        ("start", px - 4, py - 24),
+        ("end", px + 4, py + 34),
     ]
 
     def box(place: tuple[str, float, float]) -> tuple[float, float, float, float]:
@@ -203,7 +203,7 @@ def _label_place(
         return inside and not any(b[0] < t[2] and t[0] < b[2] and b[1] < t[3] and t[1] < b[3] for t in taken)
 
     chosen = next((place for place in places if free(box(place))), places[0])
-    taken += [box(chosen), (px - 7, py - 7, px + 7, py + 7)]
+    taken.append(box(chosen))
     return chosen
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from backends import reference_backend  # noqa: F401
-from test_checkpoint import assert_same, build, clone, parameters, steps
+from test_state_dict import assert_same, build, clone, parameters, steps
 
 import masterless as ml
 
