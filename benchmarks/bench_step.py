@@ -125,7 +125,9 @@ def _ours(rule: str, weight: str, first: str, second: str, grad: torch.dtype = t
 
 
 ENTRIES = [
-    Entry("torch fused AdamW fp32", "torch fused AdamW fp32", _torch(lambda p: torch.optim.AdamW(p, 1e-4, fused=True), 2)),
+    Entry(
+        "torch fused AdamW fp32", "torch fused AdamW fp32", _torch(lambda p: torch.optim.AdamW(p, 1e-4, fused=True), 2)
+    ),
     Entry(
         "torch fused SGD momentum fp32",
         "torch fused SGD momentum fp32",

@@ -40,7 +40,15 @@ def sanitized_kernel(tmp_path_factory) -> Path:
     if cmake is None:
         pytest.skip("no cmake to build the kernel with")
     build = tmp_path_factory.mktemp("sanitize")
-    configure = [cmake, "-S", str(ROOT), "-B", str(build), "-DMASTERLESS_SANITIZE=ON", f"-DCMAKE_CXX_COMPILER={compiler}"]
+    configure = [
+        cmake,
+        "-S",
+        str(ROOT),
+        "-B",
+        str(build),
+        "-DMASTERLESS_SANITIZE=ON",
+        f"-DCMAKE_CXX_COMPILER={compiler}",
+    ]
     subprocess.run(configure, check=True, capture_output=True, timeout=120)
     subprocess.run([cmake, "--build", str(build), "-j", "2"], check=True, capture_output=True, timeout=800)
     return build / "_masterless_cpu.so"

@@ -24,7 +24,7 @@ def command(*arguments):
     return [sys.executable, "-m", "masterless", *map(str, arguments)]
 
 
-def run(*arguments, timeout=120):
+def run(*arguments, timeout=250):
     return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=timeout)
 
 
@@ -106,7 +106,7 @@ def interrupt(number, *arguments):
     assert process.stdout is not None
     first = process.stdout.readline()
     process.send_signal(number)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=250)
     assert first, err
     return process.returncode, first + out, err
 

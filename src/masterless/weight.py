@@ -179,7 +179,8 @@ class QuantizedTensor(Tensor):
         if func in _BY_PIECES:
             from masterless.distributed import views
 
-            return views.HANDLERS[func](func, *args, **kwargs)
+            if views.fsdp_asks():
+                return views.HANDLERS[func](func, *args, **kwargs)
         _check_in_place(func, args, kwargs)
         dense_args, dense_kwargs = tree_map_only(QuantizedTensor, _decode_visible, (args, kwargs))
         return func(*dense_args, **dense_kwargs)
@@ -418,7 +419,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.zero_.default: _zero_,
 }
 
-# Whole slices of dimension 0 stay quantized: FSDP2 cuts parameters there.
+# What FSDP2 does with a parameter: whole slices of dimension 0 then stay quantized.
 _BY_PIECES: set[Any] = {
     aten.split.Tensor,
     aten.slice.Tensor,

@@ -22,6 +22,9 @@ def train(
     from_step: Annotated[int | None, typer.Option(help="Resume from this step's checkpoint, not the newest.")] = None,
     config: Annotated[Path | None, typer.Option(help="Options from a TOML file; flags win over it.")] = None,
     sample: Annotated[int, typer.Option(min=0, help="Print this many tokens that the model writes at the end.")] = 0,
+    parallel: Annotated[
+        str | None, typer.Option(help="Under torchrun: ddp or fsdp; the ranks share each batch.")
+    ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events as well.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object per evaluation and a final one.")
@@ -47,6 +50,9 @@ def train(
     if tensorboard and find_spec("tensorboard") is None:
         raise ValueError("--tensorboard: TensorBoard is not installed; pip install tensorboard, or leave it out")
     one_line_warnings()
+    if parallel is not None:
+        _train_in_parallel(parallel, given, out, resume, config, bool(sample or tensorboard or from_step is not None))
+        return
     stop = StopFlag()
     from masterless.optim import NonFiniteGradientError
     from masterless.train import display as displays
@@ -86,6 +92,18 @@ def train(
             err=True,
         )
         raise typer.Exit(128 + (stop.signal or 2))
+
+
+def _train_in_parallel(
+    mode: str, given: dict[str, Any], out: Path | None, resume: Path | None, config: Path | None, more: bool
+) -> None:
+    if more:
+        raise ValueError("--parallel: goes without --sample, --tensorboard and --from-step; leave them out")
+    from masterless.distributed import launch
+
+    summary = launch.run(mode, given, None if config is None else read_toml(config), out, resume)
+    if launch.is_first():
+        print(json.dumps(summary), flush=True)
 
 
 def _free_folder(parent: Path, name: str) -> Path:

@@ -4,17 +4,21 @@ FSDP2's `fully_shard` needs nothing from here: quantize the model, shard it, bui
 `docs/distributed.md`.
 """
 
-from masterless.distributed.checkpoint import (
-    PendingSave,
-    async_save,
-    latest,
-    load,
-    load_whole_,
-    plain_state_dict,
-    save,
-)
-from masterless.distributed.ddp import fingerprint, replicate, synchronize_
-from masterless.distributed.sharding import local_bytes
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from masterless.distributed.checkpoint import (
+        PendingSave,
+        async_save,
+        latest,
+        load,
+        load_whole_,
+        plain_state_dict,
+        save,
+    )
+    from masterless.distributed.ddp import fingerprint, replicate, synchronize_
+    from masterless.distributed.sharding import local_bytes
 
 __all__ = [
     "PendingSave",
@@ -29,3 +33,14 @@ __all__ = [
     "save",
     "synchronize_",
 ]
+
+# Nothing is imported before it is used: torch.distributed is large, and one process does without.
+_HOMES = {"fingerprint": "ddp", "replicate": "ddp", "synchronize_": "ddp", "local_bytes": "sharding"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'checkpoint')}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

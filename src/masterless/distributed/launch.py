@@ -56,6 +56,11 @@ class RankShare(nn.Module):
         return logits, loss + (mean / world - loss.detach())
 
 
+def is_first() -> bool:
+    """Whether this process is the job's first rank, the one that reports."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def parallelize(model: GPT, mode: str) -> nn.Module:
     """The model sharded (every block and the rest) or replicated."""
     if mode == "ddp":
@@ -78,7 +83,8 @@ def run(
         raise ValueError(f"--parallel {mode!r}: no such parallelism; choose {' or '.join(MODES)}")
     if "RANK" not in os.environ:
         raise ValueError(
-            f"--parallel {mode}: this process is no rank of a job; start it with torchrun --nproc-per-node N -m masterless"
+            f"--parallel {mode}: this process is no rank of a job; start it with "
+            f"torchrun --nproc-per-node 2 -m masterless train ..."
         )
     folder = resume or out
     if folder is None:

@@ -52,7 +52,27 @@ def piece(q: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
     return QuantizedTensor(Storage(q.format, shape, tensors), q.dtype)
 
 
-# --- operations: what `weight` asks for when it has no handler of its own -------------------------------------
+# --- operations that FSDP2 needs; in anybody else's hands they see a dense copy, as all others -------------------
+
+
+def fsdp_asks() -> bool:
+    """Whether FSDP2 is what has called the present operation; stops DDP if it is.
+
+    DistributedDataParallel's own initial broadcast would decode, send and round anew.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(("torch.distributed.fsdp", "torch.distributed._composable")):
+            return True
+        if module == "torch.distributed.utils" and frame.f_code.co_name == "_sync_params_and_buffers":
+            raise RuntimeError(
+                "DistributedDataParallel would synchronise a quantized parameter by decoding, sending and rounding it "
+                "anew, which changes it and loses hidden bits; wrap the model with masterless.distributed.replicate"
+                "(model), which sends the stored bytes"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _dense(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +140,6 @@ def _view(func: Any, q: QuantizedTensor, size: Sequence[int]) -> Any:
     if tuple(size) == tuple(q.shape):
         return weight._same(func, q)
     if len(size) == 1 and size[0] in (-1, q.numel()) and q.dim() > 1:
-        _refuse_ddp_broadcast(q)
         return FlatView(q)
     return _dense(func, q, size)
 
@@ -129,19 +148,6 @@ def _as_strided(func: Any, q: QuantizedTensor, size: Sequence[int], stride: Sequ
     if tuple(size) == tuple(q.shape) and tuple(stride) == q.stride() and not offset:
         return weight._same(func, q)
     return _dense(func, q, size, stride, offset)
-
-
-def _refuse_ddp_broadcast(q: QuantizedTensor) -> None:
-    """Stops DistributedDataParallel's own initial broadcast, which would decode, send and encode anew."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "_sync_params_and_buffers":
-            raise RuntimeError(
-                f"DistributedDataParallel would synchronise a parameter stored as '{q.format}' by decoding, sending "
-                f"and rounding it anew, which changes it and loses hidden bits; wrap the model with "
-                f"masterless.distributed.replicate(model), which sends the stored bytes"
-            )
-        frame = frame.f_back  # type: ignore[assignment]
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {

@@ -260,14 +260,11 @@ def step(tasks: Sequence[Task]) -> list[int]:
     """Performs the steps in place; returns for each how many gradient elements were not finite."""
     if not tasks:
         return []
-    library = _library()
-    described = ctypes.create_string_buffer(
-        b"".join([part for task in tasks for part in (_constant_part(task), _changing_part(task))]),
-        len(tasks) * _TASK_SIZE,
-    )
-    library.ml_step(described, ctypes.c_int64(len(tasks)), torch.get_num_threads())
-    words = np.frombuffer(described, dtype=np.int64).reshape(len(tasks), -1)
-    return words[:, -1].tolist()  # the number of bad gradients comes last
+    described = bytearray().join([part for task in tasks for part in (_constant_part(task), _changing_part(task))])
+    pointer = (ctypes.c_char * len(described)).from_buffer(described)
+    _library().ml_step(pointer, ctypes.c_int64(len(tasks)), torch.get_num_threads())
+    bad = np.frombuffer(described, dtype=np.int64).reshape(len(tasks), -1)[:, -1]  # the last word of every task
+    return bad.tolist()
 
 
 # --- whole tensors --------------------------------------------------------------------------------------
