@@ -17,11 +17,21 @@ $(STAMP): $(SOURCES)
 
 setup: $(STAMP)            ## create .venv and install the package with its tools
 
-demo: setup                ## train the same small transformer under several formats and compare
-	$(BIN)/python examples/demo.py
+demo: setup                ## train one small transformer under several presets and compare (about 5 minutes)
+	$(BIN)/masterless compare --out runs/demo
 
 test: lint                 ## linters, then every test
 	$(BIN)/python -m pytest
+
+bench: setup               ## the step's speed, as ratios to torch's fused AdamW, peers included where installed
+	$(BIN)/python benchmarks/bench_step.py
+
+study: setup               ## the studies behind the documentation's tables: hours, resumable at any kill
+	for study in states weights moe; do $(BIN)/python benchmarks/study.py $$study || exit 1; done
+	$(BIN)/python benchmarks/finetune_study.py
+	$(BIN)/python benchmarks/dither_study.py
+	$(BIN)/python benchmarks/staleness_study.py --workers 2
+	$(BIN)/python benchmarks/update_docs.py
 
 lint: setup                ## ruff and mypy
 	$(BIN)/ruff check .

@@ -315,7 +315,7 @@ def _plot(table: Sequence[Mapping[str, Any]], path: Path) -> Path | None:
     for i, e in enumerate(shown):
         axes.errorbar(e["bytes_measured"], e["loss"], yerr=e["loss_spread"], fmt="o", color=f"C{i}", markersize=7)
         # Above and below in turns: neighbours on the axis are often close in loss, too.
-        place = {"xytext": (0, -16 if i % 2 else 9), "textcoords": "offset points", "ha": "center"}
+        place: dict[str, Any] = {"xytext": (0, -16 if i % 2 else 9), "textcoords": "offset points", "ha": "center"}
         axes.annotate(e["label"], (e["bytes_measured"], e["loss"]), **place)
     axes.set(xlabel="bytes a parameter, measured", ylabel="validation loss", xscale="log")
     axes.set_xticks([x for x in (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16)])
