@@ -1,6 +1,6 @@
 // The logarithmic code of second moments, in integer arithmetic on float bits: the log part of `codec.py`.
 //
-// Contract: code k stands for the float with bits top - k * step (0 below zero); with the zero flag the last code is
+// Contract: code k stands for the float with bits top - k * step (but at least 1 if top is not 0); with the zero flag the last code is
 // zero itself. `top` is the upper half of the block's maximum, rounded up; `step` counts units of 2^13 float bits;
 // the lowest level is one of the minima of eight interleaved lanes. All quotients by `step` are exact.
 #pragma once
@@ -129,6 +129,7 @@ class LogGrid {
   public:
     LogGrid(const LogBlock& block, int bits)
         : top_(splat(block.top)),
+          floor_(splat((int32_t)(block.top > 0))),
           step_(splat(block.step << kStepUnit)),
           units_(splat((uint32_t)block.step)),
           reciprocal_(splat(1.0f / (float)block.step)),
@@ -147,7 +148,7 @@ class LogGrid {
         } else {
             code = steps_in((vu)depth);
             const vi upper_bits = below_top(code);
-            const vf upper = from_bits(max(upper_bits, vi{})), lower = from_bits(max(upper_bits - step_, vi{}));
+            const vf upper = from_bits(max(upper_bits, floor_)), lower = from_bits(max(upper_bits - step_, floor_));
             code -= x - lower <= threshold(words) * (upper - lower);
         }
         code = min(code, splat(last_));
@@ -155,7 +156,7 @@ class LogGrid {
     }
 
     vf level(vi code) const {
-        const vi b = max(below_top(code), vi{});
+        const vi b = max(below_top(code), floor_);
         return from_bits(zero_flag_ ? select(code == zero_code_, vi{}, b) : b);
     }
 
@@ -169,7 +170,7 @@ class LogGrid {
         return to_int((to_float((vi)(distance >> kStepUnit)) + 0.5f) * reciprocal_);
     }
 
-    vi top_, step_;
+    vi top_, floor_, step_;
     vu units_;
     vf reciprocal_;
     int32_t last_, zero_code_;
@@ -184,7 +185,7 @@ class TwoBitLogGrid {
           zero_code_(block.zero_flag ? 3 : 0) {
         for (int k = 0; k < 4; ++k) {
             const int32_t b = block.top - k * (block.step << kStepUnit);
-            level_[k] = from_bits((uint32_t)(b > 0 ? b : 0));
+            level_[k] = from_bits((uint32_t)(b > 0 ? b : block.top > 0));
         }
     }
 

@@ -7,8 +7,6 @@
 //   * Working memory is `Workspace`, one a thread, whatever the size of the parameter.
 #pragma once
 
-#include <initializer_list>
-
 #include "codec.h"
 #include "rules.h"
 
@@ -64,7 +62,6 @@ class Pipeline {
     int64_t step(int64_t row, int64_t col, int64_t n) {
         if (n > kMaxSpan) return step_long(row, col, n);
         const Span s = span(row, col, n);
-        prefetch_after(s);
         if (load_gradient(s)) {
             target(s, n % kLanes == 0);
             finish(s, Known{weight_scale_});
@@ -116,7 +113,10 @@ class Pipeline {
             decode_weight(s);
         if (has_first_) decode(t_.first, t_.cols, s, b_.codes(), b_.m);
         decode_second(s);
-        rule_(t_, s.n, s.chunk, {g_, w_, b_.m, b_.v, b_.unit, weight_draw_, first_draw_, second_draw_});
+        const Upcoming next_gradient = after(s, t_.grad, t_.grad_is_bf16 ? 2 : 4);
+        const Upcoming next_weight = t_.weight.kind == ML_FLOAT32 ? after(s, t_.weight.values, 4) : Upcoming{(char*)b_.w, 0};
+        rule_(t_, s.n, s.chunk,
+              {g_, w_, b_.m, b_.v, b_.unit, weight_draw_, first_draw_, second_draw_, next_gradient, next_weight});
         for (int e = s.n; e % kLanes; ++e) b_.w[e] = b_.m[e] = b_.v[e] = 0.0f;
     }
 
@@ -138,20 +138,9 @@ class Pipeline {
     static constexpr float kLargest = 3.402823466e+38f;
     static vi is_finite_square(vf g) { return g * g <= kLargest; }
 
-    // Asks for what the next span of the same length will read; the stored arrays are contiguous across rows.
-    void prefetch_after(const Span& s) const {
-        const int64_t at = s.row * t_.cols + s.col + s.n, end = t_.rows * t_.cols;
-        if (at + s.n > end) return;
-        const int64_t grad_bytes = t_.grad_is_bf16 ? 2 : 4;
-        prefetch((const char*)t_.grad + at * grad_bytes, s.n * grad_bytes);
-        for (const MlStorage* stored : {&t_.weight, &t_.first, &t_.second}) {
-            if (stored->kind == ML_FLOAT32) prefetch((const char*)stored->values + at * 4, s.n * 4);
-            if (stored->codes) prefetch((const char*)stored->codes + at / 8 * stored->bits, s.n / 8 * stored->bits);
-        }
-    }
-
-    static void prefetch(const char* p, int64_t bytes) {
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+    // Stored arrays are contiguous across rows, so what follows a span is read next. Codes are few and need no asking for.
+    Upcoming after(const Span& s, const void* start, int bytes) const {
+        return {(const char*)start + (s.row * t_.cols + s.col + s.n) * bytes, bytes};
     }
 
     // row_i / mean(row) * col_j

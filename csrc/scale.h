@@ -23,14 +23,15 @@ inline void write_scale(const MlStorage& s, int64_t index, float scale) {
 
 // The smallest number of the scale's kind that is not below `scale` and does not overflow.
 inline float round_scale_up(const MlStorage& s, float scale) {
-    if (s.scale_kind != ML_SCALE_FP32) {
-        const uint32_t low = s.scale_kind == ML_SCALE_BF16 ? 0xFFFFu : 0x7FFFFFu;
-        scale = from_bits((bits(scale) + low) & ~low);
-    }
+    const uint32_t low = s.scale_kind == ML_SCALE_BF16 ? 0xFFFFu : s.scale_kind == ML_SCALE_FP32 ? 0x3FFu : 0x7FFFFFu;
+    scale = from_bits((bits(scale) + low) & ~low);
     return scale < s.scale_limit ? scale : s.scale_limit;
 }
 
-inline float scale_for(const MlStorage& s, float absmax) { return round_scale_up(s, absmax / s.max_level); }
+inline float scale_for(const MlStorage& s, float absmax) {
+    const float scale = absmax / s.max_level;
+    return round_scale_up(s, absmax > 0.0f && scale == 0.0f ? from_bits(1u) : scale);
+}
 
 // The scale of a weight block under the policy "held" (or "recompute").
 inline float next_scale(const MlStorage& s, bool recompute, float absmax, float held) {

@@ -56,9 +56,12 @@ def test_a_decoded_number_encodes_to_its_own_code_under_the_same_scale(name, kin
     """Every code, under nearest and under every dither.
 
     Whether a number goes up is monotone in the dither, so its two ends stand for all 65536 (and some are added).
+    The levels of the dynamic maps are decimal fractions, so level * scale is rounded; where 256 of them lie close, that
+    half ulp exceeds the threshold of the lowest dither, 2^-17 of a gap: the contract leaves that one out.
     """
     fmt = one_scale(name, kind)
     u = torch.tensor([0, 1, 2, 777, 32768, 65533, 65534, 65535]).view(-1, 1)
+    u = u[1:] if name in ("dynamic8", "udynamic8") else u
     codes = torch.tensor(fmt.table[1])
     for scale in some_scales(fmt, 24):
         column = scale.view(1, 1)
@@ -238,7 +241,7 @@ def test_scales_are_rounded_up_and_no_further_than_to_the_next(name, kind):
     top = scale.double() * fmt.max_level
     # fp32: the quotient absmax / max_level is rounded to nearest, so the top may miss by half an ulp
     assert (top >= absmax.double() * (1 - (2.0**-24 if kind == "fp32" else 0.0))).all()
-    step = {"fp32": 2.0**-23, "bf16": 2.0**-7, "pow2": 1.0}[kind]
+    step = {"fp32": 2.0**-13, "bf16": 2.0**-7, "pow2": 1.0}[kind]  # fp32: 14 significant bits are kept
     assert (top < absmax.double() * (1 + step)).all()
     assert torch.equal(scale if kind == "fp32" else scale.bfloat16().float(), scale)
     if kind == "pow2":

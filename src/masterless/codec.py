@@ -6,8 +6,9 @@ Contract:
       are used: any implementation that keeps the order of operations agrees to the bit.
     * **Scaled formats**: scale = absmax / max_level, rounded *up* to its stored kind, so that nothing is
       clipped; numbers are normalised by the scale as stored: ``t = x / scale``, ``value = level * scale``.
-      With a 16-bit scale ``level * scale`` is exact for linear and floating formats: a decoded number encodes
-      to the very same code under the same scale, with either rounding.
+      ``level * scale`` is exact for linear and floating formats: a decoded number encodes to the very same code
+      under the same scale, with either rounding. (For the dynamic maps, whose levels are decimal fractions, that
+      holds for nearest rounding, and for stochastic rounding in all but the most extreme dither of 65536.)
     * **Nearest**: a tie goes to the neighbour with the even code. **Stochastic**: to the upper neighbour
       with probability ``(t - lower) / (upper - lower)``, to 2^-17. Out of range: the outermost level.
     * **Log formats** work on the bits of a positive float, ``i(x)``, a piecewise-linear log2. A block stores
@@ -37,6 +38,9 @@ Parts = dict[str, Tensor]
 
 _BF16_MAX_BITS = 0x7F7F0000
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+# What rounding a scale up clears: a bf16 has 8 significant bits, a power of two one. An "fp32" scale keeps 14, so that
+# its product with a level of up to 10 bits is exact.
+_SCALE_LOW_BITS = {"bf16": 0xFFFF, "fp32": 0x3FF, "pow2": 0x7FFFFF}
 LOG_STEP_UNIT = 13  # log2 of the unit of a log block's step, in float bits
 _LOG_ZERO_FLAG = 0x8000
 _LOG_STEP_MAX = 0x7FFF
@@ -67,15 +71,11 @@ def exact_sqrt(x: Tensor) -> Tensor:
 
 def round_scale_up(scale: Tensor, format: Format) -> Tensor:
     """The smallest number of the format's scale kind that is not below `scale` (and does not overflow), fp32."""
-    if format.scale == "fp32":
-        rounded = scale
-    else:
-        low = 0xFFFF if format.scale == "bf16" else 0x7FFFFF
-        rounded = bits_float((float_bits(scale) + low) & ~low)
-    # The largest scale whose largest level is still finite; powers of two need a power of two here as well.
+    low = _SCALE_LOW_BITS[format.scale]
+    rounded = bits_float((float_bits(scale) + low) & ~low)
+    # The largest scale of the kind whose largest level is still finite.
     limit = torch.tensor(_FLOAT32_MAX / format.max_level, dtype=torch.float64).to(torch.float32)
-    keep = {"fp32": ~0x3, "bf16": ~0xFFFF, "pow2": ~0x7FFFFF}[format.scale]
-    return torch.minimum(rounded, bits_float(float_bits(limit) & keep).to(scale.device))
+    return torch.minimum(rounded, bits_float((float_bits(limit) - 1) & ~low).to(scale.device))
 
 
 def block_absmax(x: Tensor, format: Format) -> Tensor:
@@ -86,8 +86,10 @@ def block_absmax(x: Tensor, format: Format) -> Tensor:
 
 
 def scale_for(absmax: Tensor, format: Format) -> Tensor:
-    """The stored scale (fp32 values) of blocks with this absmax."""
-    return round_scale_up(absmax / format.max_level, format)
+    """The stored scale (fp32 values) of blocks with this absmax; zero only for blocks of zeros."""
+    scale = absmax / format.max_level
+    smallest = bits_float(torch.ones_like(scale, dtype=torch.int64))
+    return round_scale_up(torch.where((absmax > 0) & (scale == 0), smallest, scale), format)
 
 
 def _by_block(function: Callable[[Tensor], Tensor], x: Tensor, format: Format) -> Tensor:
@@ -184,7 +186,7 @@ def _lane_low(blocks: Tensor, format: Format) -> Tensor:
     """Bits of the lowest level: a low quantile of the block, from the minima of its lanes; 0 if all are zero."""
     lanes = max(1, min(_LOG_LANES, blocks.shape[-1] // _LOG_LANE_LENGTH))
     bits = float_bits(blocks)
-    infinite = torch.iinfo(torch.int64).max
+    infinite = 1 << 40  # above all float bits, and exact in the double that `pad` takes
     bits = torch.where(bits > 0, bits, infinite)
     padded = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % lanes), value=infinite)
     minima = padded.unflatten(-1, (-1, lanes)).amin(-2).sort(-1).values
@@ -210,6 +212,11 @@ def _read_log_metadata(parts: Parts, cols: int, format: Format) -> tuple[Tensor,
     return top, (raw & _LOG_STEP_MAX) << LOG_STEP_UNIT, (raw & _LOG_ZERO_FLAG) != 0
 
 
+def _log_bits(top: Tensor, code: Tensor, step: Tensor) -> Tensor:
+    """Float bits of a code's level; positive unless the block is all zeros."""
+    return torch.maximum(top - code * step, (top > 0).to(torch.int64))
+
+
 def encode_log(x: Tensor, metadata: Parts, format: Format, u: Tensor | None, log_dither: bool) -> Parts:
     """Codes of non-negative values under given block metadata."""
     top, step, flag = _read_log_metadata(metadata, x.shape[1], format)
@@ -222,8 +229,8 @@ def encode_log(x: Tensor, metadata: Parts, format: Format, u: Tensor | None, log
         code = (depth + ((u.to(torch.int64) * step) >> 16)) // step
     else:
         code = depth // step
-        upper = bits_float((top - code * step).clamp(min=0))
-        lower = bits_float((top - (code + 1) * step).clamp(min=0))
+        upper = bits_float(_log_bits(top, code, step))
+        lower = bits_float(_log_bits(top, code + 1, step))
         code = code + (x - lower <= threshold(u) * (upper - lower)).to(torch.int64)
     code = torch.minimum(code, last)
     code = torch.where(bits > 0, code, torch.where(flag, 2**format.bits - 1, 0))
@@ -233,7 +240,7 @@ def encode_log(x: Tensor, metadata: Parts, format: Format, u: Tensor | None, log
 def _decode_log(parts: Parts, cols: int, format: Format) -> Tensor:
     top, step, flag = _read_log_metadata(parts, cols, format)
     code = unpack(parts["codes"], cols, format.bits).to(torch.int64)
-    bits = (top - code * step).clamp(min=0)
+    bits = _log_bits(top, code, step)
     return bits_float(torch.where(flag & (code == 2**format.bits - 1), 0, bits))
 
 

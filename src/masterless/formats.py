@@ -223,6 +223,8 @@ def _parse(name: str) -> Format:
                 f"format {name!r}: {option!r} is neither a block length (32, 64, 128, 256, 512, 1024), "
                 f"'row', 'tensor', nor a scale kind ({', '.join(SCALE_BITS)})"
             )
+    if sum(option in SCALE_BITS for option in options) > 1 or sum(option not in SCALE_BITS for option in options) > 1:
+        raise FormatError(f"format {name!r} names two granularities or two scale kinds; keep one of each")
     return fmt
 
 
@@ -252,7 +254,7 @@ def as_first_moment(format: str | Format) -> Format:
     """The format in which a first moment is stored under this name, or an error that says why it cannot be."""
     fmt = parse(format)
     if not fmt.signed:
-        signed = fmt.family.lstrip("u") if fmt.kind != "log" else f"int{fmt.bits}"
+        signed = f"int{fmt.bits}" if fmt.kind in ("log", "factored") else fmt.family.lstrip("u")
         raise FormatError(
             f"format {str(fmt)!r} cannot hold negative values and a first moment has them; "
             f"use {signed if signed in _FAMILIES else 'int8'!r}"
@@ -280,7 +282,7 @@ def as_second_moment(format: str | Format) -> Format:
 
 def _as_state(fmt: Format) -> Format:
     if fmt.hidden:
-        raise FormatError(f"format {str(fmt)!r}: hidden bits are for weights; use 'int{fmt.code_bits}' or 'int8'")
+        raise FormatError(f"format {str(fmt)!r}: hidden bits are for weights; use 'int8' or 'int{fmt.bits}'")
     if fmt.granularity == "tensor" and fmt.scaled:
         raise FormatError(
             f"format {str(fmt)!r}: one scale for a whole tensor would make the codes depend on how the tensor "

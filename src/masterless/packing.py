@@ -95,7 +95,7 @@ def unpack(data: Tensor, cols: int, bits: int) -> Tensor:
     """The integer codes ``[rows, cols]`` (int32) of bytes made by `pack`."""
     rows, full = data.shape[0], cols // CHUNK
     split = full * chunk_bytes(CHUNK, bits)
-    body = _unpack_chunks(data[:, :split].reshape(rows, full, -1 if full else chunk_bytes(CHUNK, bits)), CHUNK, bits)
+    body = _unpack_chunks(data[:, :split].reshape(rows, full, chunk_bytes(CHUNK, bits)), CHUNK, bits)
     body = body.flatten(1)
     if full * CHUNK == cols:
         return body

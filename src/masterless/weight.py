@@ -179,7 +179,7 @@ class QuantizedTensor(Tensor):
         if func in _BY_PIECES:
             from masterless.distributed import views
 
-            if views.fsdp_asks():
+            if views.keeps(func, args[0]):
                 return views.HANDLERS[func](func, *args, **kwargs)
         _check_in_place(func, args, kwargs)
         dense_args, dense_kwargs = tree_map_only(QuantizedTensor, _decode_visible, (args, kwargs))
@@ -419,7 +419,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.zero_.default: _zero_,
 }
 
-# What FSDP2 does with a parameter: whole slices of dimension 0 then stay quantized.
+# Whole slices of dimension 0 stay quantized; the rest is what FSDP2 does with them.
 _BY_PIECES: set[Any] = {
     aten.split.Tensor,
     aten.slice.Tensor,

@@ -52,15 +52,24 @@ def piece(q: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
     return QuantizedTensor(Storage(q.format, shape, tensors), q.dtype)
 
 
-# --- operations that FSDP2 needs; in anybody else's hands they see a dense copy, as all others -------------------
+# --- operations: pieces for everybody, what else FSDP2 needs for FSDP2 ---------------------------------------------
 
 
-def fsdp_asks() -> bool:
+def keeps(func: Any, q: Any) -> bool:
+    """Whether the result of an operation stays quantized; in anybody's hands but FSDP2's new tensors are dense."""
+    if not isinstance(q, QuantizedTensor):
+        return False
+    if func in (aten.split.Tensor, aten.slice.Tensor) and q.format.granularity != "tensor":
+        return True
+    return _fsdp_asks()
+
+
+def _fsdp_asks() -> bool:
     """Whether FSDP2 is what has called the present operation; stops DDP if it is.
 
     DistributedDataParallel's own initial broadcast would decode, send and round anew.
     """
-    frame = sys._getframe(1)
+    frame = sys._getframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith(("torch.distributed.fsdp", "torch.distributed._composable")):
