@@ -113,10 +113,10 @@ class Pipeline {
             decode_weight(s);
         if (has_first_) decode(t_.first, t_.cols, s, b_.codes(), b_.m);
         decode_second(s);
-        const Upcoming next_gradient = after(s, t_.grad, t_.grad_is_bf16 ? 2 : 4);
-        const Upcoming next_weight = t_.weight.kind == ML_FLOAT32 ? after(s, t_.weight.values, 4) : Upcoming{(char*)b_.w, 0};
-        rule_(t_, s.n, s.chunk,
-              {g_, w_, b_.m, b_.v, b_.unit, weight_draw_, first_draw_, second_draw_, next_gradient, next_weight});
+        const TileBuffers buffers{g_, w_, b_.m, b_.v, b_.unit, weight_draw_, first_draw_, second_draw_,
+                                  after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32), after(s, t_.weight),
+                                  after(s, t_.first), after(s, t_.second)};
+        rule_(t_, s.n, s.chunk, buffers);
         for (int e = s.n; e % kLanes; ++e) b_.w[e] = b_.m[e] = b_.v[e] = 0.0f;
     }
 
@@ -138,9 +138,14 @@ class Pipeline {
     static constexpr float kLargest = 3.402823466e+38f;
     static vi is_finite_square(vf g) { return g * g <= kLargest; }
 
-    // Stored arrays are contiguous across rows, so what follows a span is read next. Codes are few and need no asking for.
-    Upcoming after(const Span& s, const void* start, int bytes) const {
-        return {(const char*)start + (s.row * t_.cols + s.col + s.n) * bytes, bytes};
+    // Arrays are contiguous across rows, so what follows a span is what the next one reads.
+    Upcoming after(const Span& s, const void* start, int bits) const {
+        return {(const char*)start + (s.row * t_.cols + s.col + s.n) * bits / 8, bits};
+    }
+
+    Upcoming after(const Span& s, const MlStorage& stored) const {
+        if (is_scaled(stored) && !stored.values) return after(s, stored.codes, stored.bits);
+        return after(s, stored.values, stored.kind == ML_BFLOAT16 ? 16 : 32);
     }
 
     // row_i / mean(row) * col_j

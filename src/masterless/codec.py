@@ -8,7 +8,7 @@ Contract:
       clipped; numbers are normalised by the scale as stored: ``t = x / scale``, ``value = level * scale``.
       ``level * scale`` is exact for linear and floating formats: a decoded number encodes to the very same code
       under the same scale, with either rounding. (For the dynamic maps, whose levels are decimal fractions, that
-      holds for nearest rounding, and for stochastic rounding in all but the most extreme dither of 65536.)
+      holds for nearest rounding, and for stochastic rounding in all but the two most extreme dithers of 65536.)
     * **Nearest**: a tie goes to the neighbour with the even code. **Stochastic**: to the upper neighbour
       with probability ``(t - lower) / (upper - lower)``, to 2^-17. Out of range: the outermost level.
     * **Log formats** work on the bits of a positive float, ``i(x)``, a piecewise-linear log2. A block stores

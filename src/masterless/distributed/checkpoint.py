@@ -123,7 +123,7 @@ def save(
         step: the number that names the checkpoint.
         model: sharded, replicated or in one process.
         optimizer: of this library.
-        extra: anything else of yours, by name (the position in the data, say).
+        extra: anything else of yours, by name (the position in the data, say), the same on all ranks.
         keep: remove all but the last so many complete checkpoints.
         process_group: the ranks that save; all by default.
     """

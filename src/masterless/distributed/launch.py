@@ -131,11 +131,12 @@ def _run(mode: str, config: RunConfig, folder: Path, resumed: bool) -> dict[str,
             row |= {} if report.validation_loss is None else {"validation_loss": report.validation_loss}
             metrics.append(row)
         if done == config.steps or (config.save_every and done % config.save_every == 0):
-            size = 0
+            size = torch.zeros((), dtype=torch.int64)
             if metrics is not None:
                 metrics.flush(sync=True)
-                size = metrics.size
-            extra = {"step": done, "metrics_bytes": size}
+                size.fill_(metrics.size)
+            dist.broadcast(size, 0)
+            extra = {"step": done, "metrics_bytes": int(size)}
             checkpoint.save(folder / "distributed", done, model, optimizer, extra=extra, keep=config.keep)
 
     result = train(RankShare(parallel), optimizer, corpus, build_settings(config), on_step, start["step"])
