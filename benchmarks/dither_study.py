@@ -71,20 +71,9 @@ def run(job: tuple[int, str, int]) -> dict[str, Any]:
     return {"bits": bits, "beta1": beta1, "kind": kind, "seed": seed, "loss": result.final_validation_loss}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="print the table of the finished runs and stop")
-    arguments = parser.parse_args()
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    done = {(r["bits"], r["kind"], r["seed"]) for r in rows}
-    jobs = [(b, k, s) for s in (0,) for b in (4, 2) for k in ("exact", "stochastic", "subtractive")]
-    if not arguments.table:
-        with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-            for row in pool.map(run, [job for job in jobs if job not in done]):
-                rows.append(row)
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-    print("| m | b1 | rounding | loss (each seed) | mean |\n|---|---|---|---|---|")
+def table(rows: list[dict[str, Any]]) -> str:
+    """A markdown table of the finished runs."""
+    lines = ["| m | b1 | rounding | loss (each seed) | mean |", "|---|---|---|---|---|"]
     for bits in (4, 2):
         for kind in ("exact", "stochastic", "subtractive"):
             found = [r for r in rows if r["bits"] == bits and r["kind"] == kind]
@@ -92,7 +81,29 @@ def main() -> None:
                 losses = [r["loss"] for r in found]
                 each = " ".join(f"{x:.4f}" for x in losses)
                 name = "fp32, no rounding" if kind == "exact" else f"int{bits}"
-                print(f"| {name} | {found[0]['beta1']} | {kind} | {each} | {statistics.mean(losses):.4f} |")
+                lines.append(f"| {name} | {found[0]['beta1']} | {kind} | {each} | {statistics.mean(losses):.4f} |")
+    return "\n".join(lines)
+
+
+def load() -> list[dict[str, Any]]:
+    """The finished runs."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="print the table of the finished runs and stop")
+    arguments = parser.parse_args()
+    rows = load()
+    done = {(r["bits"], r["kind"], r["seed"]) for r in rows}
+    jobs = [(b, k, s) for s in (0, 1) for b in (4, 2) for k in ("exact", "stochastic", "subtractive")]
+    if not arguments.table:
+        with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+            for row in pool.map(run, [job for job in jobs if job not in done]):
+                rows.append(row)
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    print(table(rows))
 
 
 if __name__ == "__main__":

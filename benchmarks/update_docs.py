@@ -14,8 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import dither_study
 import finetune_study
 import study
+
+from masterless.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 MARKED = re.compile(r"(<!-- study:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /study:(?P=name) -->)", re.DOTALL)
@@ -26,6 +29,31 @@ def _study_table(name: str) -> Callable[[], str]:
 
 
 TABLES: dict[str, Callable[[], str]] = {name: _study_table(name) for name in study.STUDIES}
+PRESET_ROWS = {  # preset -> its row in the weights study
+    "fp32": "fp32",
+    "1-byte": "int8, no m, factored v",
+    "1-byte-int4": "int4+4, no m, factored v",
+    "1.3-byte": "int8 ECO, int2 m (b1 .53), factored v",
+    "1.3-byte-int4": "int4 ECO nearest, int4 m (b1 .35), log2 v",
+    "1.8-byte": "fp8 ECO stochastic, int4 m (b1 .82), log2 v",
+    "1.8-byte-int4": "int4+4 ECO, int4 m, log2 v",
+}
+
+
+def presets_table() -> str:
+    """Every measured preset: bytes of a large matrix, and the gap to fp32 AdamW in the weights study."""
+    lines = {line.split(" | ")[0].lstrip("| "): line.split(" | ") for line in TABLES["weights"]().splitlines()[2:]}
+    rows = ["| preset | what | bytes/param | validation loss | gap to fp32 |", "|---|---|---|---|---|"]
+    for name, label in PRESET_ROWS.items():
+        if label in lines:
+            preset = PRESETS[name]
+            loss, gap = lines[label][2], lines[label][4].rstrip(" |")
+            rows.append(f"| `{name}` | {preset.summary} | {preset.bytes_per_parameter:.2f} | {loss} | {gap} |")
+    return "\n".join(rows)
+
+
+TABLES["presets"] = presets_table
+TABLES["dither"] = lambda: dither_study.table(dither_study.load())
 TABLES["finetune"] = lambda: finetune_study.table(finetune_study.load())
 
 

@@ -165,9 +165,10 @@ class LogGrid {
     vi below_top(vi code) const { return (vi)((vu)top_ - (vu)code * (vu)step_); }
 
     // distance / step: a = distance / 2^13 has at most 19 bits and (a + 1/2) / units stays 2^-20 (relative) away from
-    // every integer, which the two roundings of the product cannot bridge.
+    // every integer, which one or two roundings cannot bridge.
     vi steps_in(vu distance) const {
-        return to_int((to_float((vi)(distance >> kStepUnit)) + 0.5f) * reciprocal_);
+        const vf a = to_float((vi)(distance >> kStepUnit));
+        return to_int(kHasFma ? fma(a, reciprocal_, 0.5f * reciprocal_) : (a + 0.5f) * reciprocal_);
     }
 
     vi top_, floor_, step_;

@@ -114,8 +114,7 @@ class Pipeline {
         if (has_first_) decode(t_.first, t_.cols, s, b_.codes(), b_.m);
         decode_second(s);
         const TileBuffers buffers{g_, w_, b_.m, b_.v, b_.unit, weight_draw_, first_draw_, second_draw_,
-                                  after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32), after(s, t_.weight),
-                                  after(s, t_.first), after(s, t_.second)};
+                                  after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32), after(s, t_.weight)};
         rule_(t_, s.n, s.chunk, buffers);
         for (int e = s.n; e % kLanes; ++e) b_.w[e] = b_.m[e] = b_.v[e] = 0.0f;
     }

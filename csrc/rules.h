@@ -128,7 +128,7 @@ inline vf descent_gradient(vf g, vf w, float sign, bool has_l2, float l2) {
     return has_l2 ? g + w * l2 : g;
 }
 
-// What the next span will read: asked for a little at a time while this one is computed.
+// What the next span will read, asked for a little at a time while this one is computed: the larger streams only.
 struct Upcoming {
     const char* start;
     int bits;  // an element
@@ -140,7 +140,7 @@ struct TileBuffers {
     const float* g;
     float *w, *m, *v, *unit;
     Draw weight, first, second;
-    Upcoming next_gradient, next_weight, next_first, next_second;
+    Upcoming next_gradient, next_weight;
 };
 
 // One rule over a span: w becomes the target W~, m and v the new moments, unit the factor of error injection.
@@ -155,8 +155,7 @@ void apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& b)
     const float* const gradients = b.g;
     uint32_t *const weight_words = b.weight.words, *const first_words = b.first.words,
                    *const second_words = b.second.words;
-    const Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight, next_first = b.next_first,
-                   next_second = b.next_second;
+    const Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight;
     for (int start = 0; start < n; start += kChunk, ++chunk) {
         const ChunkRandom weight_random(b.weight.key, chunk), first_random(b.first.key, chunk),
             second_random(b.second.key, chunk);
@@ -164,8 +163,6 @@ void apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& b)
         for (int e = start; e < stop; e += kLanes) {
             next_gradient.ask_for(e);
             next_weight.ask_for(e);
-            next_first.ask_for(e);
-            next_second.ask_for(e);
             const vf w = load<vf>(weights + e);
             const vf g = descent_gradient(load<vf>(gradients + e), w, sign, has_l2, c.l2);
             const SecondMoment second{Rule::kSecond ? load<vf>(seconds + e) : vf{}, second_is_current, c};

@@ -250,11 +250,14 @@ def test_a_loaded_state_dict_takes_effect():
     train(model, optimizer, 1, in_backward=False)
     optimizer.zero_grad()
     saved_model, saved = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    saved_model_state = copy.deepcopy(model.state_dict())
     expected_optimizer = adamw(saved_model)
     expected_optimizer.load_state_dict(saved)
     expected_optimizer.param_groups[0]["lr"] = 3e-3
     expected = train(saved_model, expected_optimizer, 2, in_backward=False)
     with step_in_backward(model, optimizer):
+        model(*batch(5))[1].backward()
+        model.load_state_dict(saved_model_state)
         optimizer.load_state_dict(saved)
         optimizer.param_groups[0]["lr"] = 3e-3
         for t in range(2):

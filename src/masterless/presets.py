@@ -74,6 +74,7 @@ PRESETS: dict[str, Preset] = {
             exp_avg="int4",
             exp_avg_sq="log2",
             betas=(0.35, 0.95),
+            weight_rounding="nearest",
         ),
         _preset(
             "1.8-byte",
