@@ -89,9 +89,7 @@ def _ours(rule: str, weight: str, first: str, second: str, grad: torch.dtype = t
         tasks, bytes_moved = [], 0
         for i, shape in enumerate(shapes):
             formats = [parse(f if is_matrix_like(shape) else "fp32") for f in (weight, first, second)]
-            w = Storage.zeros(formats[0], shape)
-            rows = torch.randn(shape) * 0.02
-            w.encode_(rows)
+            w = Storage.zeros(formats[0], shape).encode_(torch.randn(shape) * 0.02)
             tasks.append(
                 Task(
                     name=f"#{i}",

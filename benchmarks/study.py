@@ -31,9 +31,11 @@ def states_study() -> list[Experiment]:
     rows: list[tuple[str, dict[str, Any]]] = [
         ("fp32 / fp32", FP32_STATES),
         ("int8 / log8", {"exp_avg": "int8", "exp_avg_sq": "log8"}),
+        ("int8 / log8, m in update units", {"exp_avg": "int8", "exp_avg_sq": "log8", "moment_units": "update"}),
         ("int4 / log4", {"exp_avg": "int4", "exp_avg_sq": "log4"}),
         ("int4 / log2", {"exp_avg": "int4", "exp_avg_sq": "log2"}),
         ("int4 / log2, m in gradient units", {"exp_avg": "int4", "exp_avg_sq": "log2", "moment_units": "gradient"}),
+        ("int4 / log2, b1 .82", {"exp_avg": "int4", "exp_avg_sq": "log2", "betas": (0.82, 0.95)}),
         ("fp32 / log2, unbiased dither", {"exp_avg": "fp32", "exp_avg_sq": "log2"}),
         (
             "fp32 / log2, dither of the logarithm",

@@ -42,14 +42,9 @@ inline float next_scale(const MlStorage& s, bool recompute, float absmax, float 
 
 // The largest magnitude of n numbers, which zeros follow up to a whole vector.
 inline float absmax(const float* x, int n) {
-    vf even{}, odd{};  // two, because each has to wait for its last result
-    int e = 0;
-    for (; e + 2 * kLanes <= n; e += 2 * kLanes) {
-        even = max(even, magnitude(load<vf>(x + e)));
-        odd = max(odd, magnitude(load<vf>(x + e + kLanes)));
-    }
-    for (; e < n; e += kLanes) even = max(even, magnitude(load<vf>(x + e)));
-    return horizontal_max(max(even, odd));
+    vf m{};
+    for (int e = 0; e < n; e += kLanes) m = max(m, magnitude(load<vf>(x + e)));
+    return horizontal_max(m);
 }
 
 // x / scale * 2^shift, correctly rounded, without dividing.

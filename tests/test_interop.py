@@ -222,9 +222,13 @@ def test_damaged_and_newer_files_are_refused(tmp_path):
     refuse(mlp("int4", seed=1), path, r"layout 2.*masterless 9\.0.*upgrade")
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_file_is_replaced_in_one_move_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
-    save_safetensors(mlp("int4"), path)
+    save_safetensors(mlp("int8"), path)
+    before = path.read_bytes()
+    with path.open("rb") as reader:
+        save_safetensors(mlp("int4"), path)
+        assert reader.read() == before, "who has the old file open goes on reading it"
     before = path.read_bytes()
 
     def fails(tensors, file, metadata):

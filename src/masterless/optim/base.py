@@ -338,7 +338,7 @@ class LowBitOptimizer(Optimizer):
 
     def _task(self, group: dict[str, Any], p: Tensor, name: str, copies: list[tuple[Tensor, Tensor]]) -> Task:
         assert p.grad is not None
-        grad, local = local_of(p.grad), local_of(p)
+        grad, local = local_of(p.grad).contiguous(), local_of(p)
         rule = self.rule(group)
         states = self.state_storage(p, group)
         state = self.state[p]
