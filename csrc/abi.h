@@ -25,6 +25,8 @@ enum MlKind : int32_t {
 
 enum MlScaleKind : int32_t { ML_SCALE_BF16 = 0, ML_SCALE_FP32 = 1, ML_SCALE_POW2 = 2 };
 
+enum MlScalePolicy : int32_t { ML_HELD = 0, ML_RECOMPUTE = 1, ML_FROZEN = 2 };
+
 enum MlRounding : int32_t { ML_NEAREST = 0, ML_STOCHASTIC = 1, ML_STOCHASTIC_LOG = 2 };
 
 enum MlRule : int32_t {
@@ -93,7 +95,7 @@ struct MlTask {
     int32_t maximize;
     int32_t has_l2;
     int32_t inject_error;
-    int32_t recompute_scale;
+    int32_t scale_policy;
     int32_t adafactor_without_buffer;
     float step_size, decay, l2, keep1, rate1, keep2, rate2, bias2, eps, clip, inject;
     double adafactor_step_size;  // before the weight's RMS is known

@@ -223,8 +223,8 @@ inline void decode(const MlStorage& s, int64_t cols, const Span& span, const Cod
     for (int e = span.n; e % kLanes; ++e) out[e] = 0.0f;
 }
 
-// Stores a span; `blocks` is its metadata (scaled formats), `words` its random words (null: round to nearest). `decoded`,
-// if asked for, receives what decoding would give; with `dry` nothing is written.
+// Stores a span; `blocks` is its metadata (scaled formats), `words` its random words (null: round to nearest).
+// `decoded`, if asked for, receives what decoding would give; with `dry` nothing is written.
 inline void encode(const MlStorage& s, int64_t cols, const Span& span, const float* x, const uint32_t* words,
                    const Metadata* blocks, const Codes& codes, float* decoded, bool dry = false) {
     const int64_t at = span.row * cols + span.col;

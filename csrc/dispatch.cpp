@@ -30,7 +30,8 @@ Choice choose() {
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (avx512 && may_be("avx512")) return {"avx512", &kernel_avx512};
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && may_be("avx2")) return {"avx2", &kernel_avx2};
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (avx2 && may_be("avx2")) return {"avx2", &kernel_avx2};
 #endif
     (void)may_be;
     return {"portable", &kernel_portable};

@@ -190,7 +190,7 @@ class Pipeline {
         for (int k = 0; k < block_count(weight, s.n); ++k) {
             const int start = (int)(k * weight.block);
             const int64_t length = s.n - start < weight.block ? s.n - start : weight.block;
-            b_.blocks[k].scale = next_scale(weight, t_.recompute_scale, absmax(b_.w + start, (int)length),
+            b_.blocks[k].scale = next_scale(weight, t_.scale_policy, absmax(b_.w + start, (int)length),
                                             read_scale(weight, first + k));
         }
         return b_.blocks;
@@ -234,7 +234,7 @@ class Pipeline {
             Summary summary(t_.weight, n);
             for_each_part(row, col, n, [&](const Span& s) { retarget(s), summary.add(b_.w, s.n); });
             const float held = read_scale(t_.weight, row * t_.weight.blocks_per_row);
-            weight.scale = next_scale(t_.weight, t_.recompute_scale, summary.largest(), held);
+            weight.scale = next_scale(t_.weight, t_.scale_policy, summary.largest(), held);
             known.weight = &weight;
         }
         if (is_long(t_.first) || is_long(t_.second)) {

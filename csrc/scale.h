@@ -33,9 +33,10 @@ inline float scale_for(const MlStorage& s, float absmax) {
     return round_scale_up(s, absmax > 0.0f && scale == 0.0f ? from_bits(1u) : scale);
 }
 
-// The scale of a weight block under the policy "held" (or "recompute").
-inline float next_scale(const MlStorage& s, bool recompute, float absmax, float held) {
-    if (recompute) return scale_for(s, absmax);
+// The scale of a weight block under a policy of `scaling.py`.
+inline float next_scale(const MlStorage& s, int32_t policy, float absmax, float held) {
+    if (policy == ML_FROZEN) return held;
+    if (policy == ML_RECOMPUTE) return scale_for(s, absmax);
     const bool overflows = absmax > held * s.overflow_level, wastes = absmax < held * s.waste_level;
     return overflows || wastes ? round_scale_up(s, absmax * s.fresh_factor) : held;
 }

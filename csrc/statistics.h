@@ -1,5 +1,5 @@
-// What needs a whole parameter before any of it moves: non-finite gradients of an indivisible parameter, factored second
-// moments, Adafactor's step size, and the scale of a weight that has only one.
+// What needs a whole parameter before any of it moves: non-finite gradients of an indivisible parameter, factored
+// second moments, Adafactor's step size, and the scale of a weight that has only one.
 //
 // Contract:
 //   * Sums are exact (`storage.exact_sum`): summands are rounded to integers in units of a power of two chosen
@@ -246,7 +246,7 @@ inline void target_peak(Statistics& x, int64_t item, Workspace& work) {
 inline void one_scale_close(Statistics& x) {
     const MlStorage& weight = x.task->weight;
     x.weight_scale.scale =
-        next_scale(weight, x.task->recompute_scale, x.target_peak.value(), read_scale(weight, 0));
+        next_scale(weight, x.task->scale_policy, x.target_peak.value(), read_scale(weight, 0));
 }
 
 inline bool always(const Statistics&) { return true; }

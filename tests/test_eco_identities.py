@@ -259,7 +259,7 @@ def test_next_lr_only_rescales_the_injection(cls):
         step(optimizer, p, random(4, 128, seed=1))
         found[next_lr] = p.detach().stored.tensors["codes"], buffer(optimizer, p, first)
     plain = found[0.0][1]  # a coming learning rate of zero gives nothing back, so nothing is injected
-    assert (found[None][1] - plain).abs().max() > 0.1
+    assert (found[None][1] - plain).abs().max() > 0.01  # Adafactor's buffer is the smallest: 0.02
     for next_lr, share in ((0.01, 2.0), (0.04, 0.5)):
         assert torch.equal(found[next_lr][0], found[None][0])
         injected = found[next_lr][1] - plain

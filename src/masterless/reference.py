@@ -19,7 +19,7 @@ Contract, for one parameter, row by row::
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from masterless.layout import CHUNK
 from masterless.packing import chunk_bytes
 from masterless.rounding import dither
 from masterless.rules import Rule, Scalars, Update, finish_adafactor
-from masterless.storage import Storage, exact_sum, factored_estimate, matrix_means
+from masterless.storage import Storage, factored_estimate, sum_unit
 
 SLAB = 1 << 19
 
@@ -89,13 +89,19 @@ def step(task: Task) -> int:
     if rows * cols == 0:
         return 0 if task.across is None else task.across.idle(task)
     grad = task.grad.detach().reshape(rows, cols)
-    if task.across is None and not task.indivisible:
-        return sum(_step_slab(task, grad[a:b], _bad_elements(grad[a:b]), a, b) for a, b in _slabs(rows, cols))
-    bad = torch.cat([_bad_elements(grad[a:b]) for a, b in _slabs(rows, cols)])
+    if task.across is None:
+        if task.indivisible:
+            count = sum(int(_bad_elements(grad[a:b]).sum()) for a, b in _slabs(rows, cols))
+            if count:
+                return count
+            task = _with_parameter_statistics(task, grad)
+        count = sum(_step_slab(task, grad[a:b], _bad_elements(grad[a:b]), a, b) for a, b in _slabs(rows, cols))
+        if task.tensor_scale is not None:  # only now: until here slabs were decoded under the scale they had
+            task.weight.tensors["scale"].copy_(task.tensor_scale)
+        return count
+    bad = _bad_elements(grad)
     count = int(bad.sum())
-    blocked = count > 0
-    if task.across is not None:
-        bad, blocked = task.across.agree(task, bad, count)
+    bad, blocked = task.across.agree(task, bad, count)
     if task.indivisible:
         if blocked:
             return count
@@ -180,6 +186,8 @@ def _step_slab(task: Task, grad: Tensor, bad: Tensor, start: int, stop: int) -> 
         unit = c.inject if update.denominator is None else update.denominator * c.inject
         first = first + error * unit
 
+    if task.tensor_scale is not None:
+        del new_weight["scale"]
     writes = [(weight, new_weight)]
     for storage, value, purpose in (
         (task.first, first, "exp_avg"),
@@ -248,31 +256,53 @@ def _update_factored(task: Task, grad: Tensor) -> None:
     if task.across is not None and task.across.splits_matrix:
         w = codec.decode(task.weight.slab(0, layout.rows), layout.cols, task.weight.format)
         return task.across.update_factored(task, _gradient(task, grad, w).to(torch.float64).square())
-    # One matrix at a time: the fp64 copy of a stack of experts would be larger than all that is stored.
     for i in range(layout.matrices):
-        span = slice(i * layout.matrix_rows, (i + 1) * layout.matrix_rows)
-        w = codec.decode(task.weight.slab(span.start, span.stop), layout.cols, task.weight.format)
-        g = _gradient(task, grad[span], w).to(torch.float64)
-        row, col = matrix_means((g * g).unsqueeze(0))
-        old_row = second.tensors["row"].view(-1)[span]
-        old_row.copy_(old_row * c.keep2 + row.view(-1) * c.rate2)
-        old_col = second.tensors["col"][i]
-        old_col.copy_(old_col * c.keep2 + col.view(-1) * c.rate2)
+        first = i * layout.matrix_rows
+        slabs = [(first + a, first + b) for a, b in _slabs(layout.matrix_rows, layout.cols)]
+        unit = sum_unit(_peak(_squares(task, grad, *slab) for slab in slabs), max(layout.matrix_rows, layout.cols))
+        col_sum = torch.zeros(layout.cols, dtype=torch.float64, device=grad.device)
+        for a, b in slabs:
+            counted = (_squares(task, grad, a, b) / unit).round()
+            col_sum += counted.sum(0)
+            row = second.tensors["row"].view(-1)[a:b]
+            row.copy_(row * c.keep2 + (counted.sum(1) * unit / layout.cols).to(torch.float32) * c.rate2)
+        col = second.tensors["col"][i]
+        col.copy_(col * c.keep2 + (col_sum * unit / layout.matrix_rows).to(torch.float32) * c.rate2)
 
 
-def _rms(x: Tensor, across: Any = None) -> float:
-    if across is not None:
-        return across.rms(x)
-    squares = x.to(torch.float64).reshape(-1).square()
-    return math.sqrt(float(exact_sum(squares, 0, squares.amax(), squares.numel())) / squares.numel())
+def _squares(task: Task, grad: Tensor, start: int, stop: int) -> Tensor:
+    """The squared gradient of some rows, as the rule sees it, exact in fp64."""
+    w = codec.decode(task.weight.slab(start, stop), task.weight.layout.cols, task.weight.format)
+    return _gradient(task, grad[start:stop], w).to(torch.float64).square()
+
+
+def _peak(parts: Iterable[Tensor]) -> Tensor:
+    return torch.stack([part.amax() for part in parts]).amax()
+
+
+def _rms(parts: Callable[[], Iterable[Tensor]], count: int) -> float:
+    """The root mean square of `count` numbers that come in parts, in an order that does not matter."""
+    unit = sum_unit(_peak(part.to(torch.float64).square() for part in parts()), count)
+    total = sum(float((part.to(torch.float64).square() / unit).round().sum()) for part in parts())
+    return math.sqrt(total * float(unit) / count)
 
 
 def _adafactor_scalars(task: Task, grad: Tensor) -> Scalars:
-    rows = grad.shape[0]
-    w = codec.decode(task.weight.slab(0, rows), task.weight.layout.cols, task.weight.format)
-    g = _gradient(task, grad, w)
+    rows, cols = grad.shape
     raw = task.scalars._replace(clip=1.0)
-    update = task.rule.update(g, None, _second_moment(task, 0, rows), raw)
-    assert update.denominator is not None
-    moved = update.direction / update.denominator
-    return finish_adafactor(raw, task.group, _rms(w, task.across), _rms(moved, task.across))
+
+    def weights(a: int, b: int) -> Tensor:
+        return codec.decode(task.weight.slab(a, b), cols, task.weight.format)
+
+    def updates(a: int, b: int) -> Tensor:
+        g = _gradient(task, grad[a:b], weights(a, b))
+        update = task.rule.update(g, None, _second_moment(task, a, b), raw)
+        assert update.denominator is not None
+        return update.direction / update.denominator
+
+    def rms(numbers: Callable[[int, int], Tensor]) -> float:
+        if task.across is not None:
+            return task.across.rms(numbers(0, rows))
+        return _rms(lambda: (numbers(a, b) for a, b in _slabs(rows, cols)), rows * cols)
+
+    return finish_adafactor(raw, task.group, rms(weights), rms(updates))

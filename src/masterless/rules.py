@@ -208,15 +208,17 @@ def adafactor_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
     """Scalars of Adafactor before the parameter's own statistics are known (`finish_adafactor`)."""
     lr = float(group["lr"])
     rate2 = float(t2) ** group["beta2_decay"]
+    step_size = min(lr, 1.0 / math.sqrt(t2))
+    next_size = step_size if group["next_lr"] is None else min(float(group["next_lr"]), 1.0 / math.sqrt(t2))
     return Scalars(
-        step_size=min(lr, 1.0 / math.sqrt(t2)),
+        step_size=step_size,
         decay=1.0 - lr * group["weight_decay"],
         keep1=group["beta1"],
         rate1=1.0 - group["beta1"],
         keep2=1.0 - rate2,
         rate2=rate2,
         eps=group["eps"][0],
-        inject=_lost_share(group["beta1"]),
+        inject=_inverse_step(_lost_share(group["beta1"]) * step_size, next_size),  # over the step size: see below
     )
 
 

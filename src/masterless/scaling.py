@@ -18,6 +18,7 @@ from masterless.codec import block_absmax, round_scale_up, scale_for
 from masterless.formats import Format
 
 POLICIES = ("held", "recompute")
+FROZEN = "frozen"  # what both come to in a step that moves nothing (lr = 0): not even the grid moves
 HEADROOM = 1.0625
 WASTE = 0.5
 
@@ -40,6 +41,8 @@ def scale_from_absmax(format: Format, policy: str, absmax: Tensor, held: Tensor 
     if policy == "recompute" or held is None:
         return scale_for(absmax, format)
     old = held.to(torch.float32)
+    if policy == FROZEN:
+        return old
     overflows = absmax > old * overflow_level(format)
     wastes = absmax < old * (WASTE * format.max_level)
     fresh = round_scale_up(absmax * (HEADROOM / format.max_level), format)

@@ -111,9 +111,10 @@ class Storage:
         }
 
     def write(self, start: int, stop: int, parts: Mapping[str, Tensor]) -> None:
-        """Overwrites the stored parts of some rows."""
-        for name, target in self.slab(start, stop).items():
-            target.copy_(parts[name])
+        """Overwrites the given stored parts of some rows."""
+        target = self.slab(start, stop)
+        for name, part in parts.items():
+            target[name].copy_(part)
 
     def decode(self, visible: bool = False) -> Tensor:
         """The values, fp32, in the tensor's shape; `visible` leaves hidden bits out."""

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from masterless import kernels, scaling
-from masterless.codec import _LOG_LOW_RANK, round_scale_up
-from masterless.formats import _MINIFLOATS, Format
+from masterless.codec import LOG_LOW_RANK, round_scale_up
+from masterless.formats import MINIFLOATS, Format
 from masterless.layout import CHUNK, Layout
 from masterless.packing import row_bytes
 from masterless.reference import Task
@@ -30,6 +30,7 @@ from masterless.storage import Storage
 _PLAIN_KINDS = {"none": 0, "float32": 1, "bfloat16": 2, "linear": 3, "log": 6, "factored": 7}
 _MINIFLOAT, _TABLE = 4, 5
 _SCALES = {"bf16": 0, "fp32": 1, "pow2": 2}
+_POLICIES = {"held": 0, "recompute": 1, scaling.FROZEN: 2}
 _ROUNDINGS = {"nearest": 0, "stochastic": 1, "stochastic-log": 2}
 _RULES = {
     name: number
@@ -95,16 +96,16 @@ def _format_numbers(format: Format) -> dict[str, Any]:
         "exponent_bits": 0,
         "mantissa_bits": 0,
         "level_count": 0,
-        "low_rank": _LOG_LOW_RANK.get(format.bits, 0),
+        "low_rank": LOG_LOW_RANK.get(format.bits, 0),
         "levels": (0, 0, 0),
         "floats": (0.0,) * 6,
         "zero_code": 0,
     }
     if format.kind == "codebook":
         family = format.family.removesuffix("+32")
-        if family in _MINIFLOATS:
+        if family in MINIFLOATS:
             numbers["kind"] = _MINIFLOAT
-            numbers["exponent_bits"], numbers["mantissa_bits"], _ = _MINIFLOATS[family]
+            numbers["exponent_bits"], numbers["mantissa_bits"], _ = MINIFLOATS[family]
         numbers["level_count"] = len(format.levels)
         numbers["levels"] = _tables(format).addresses
     if format.kind in ("linear", "codebook"):
@@ -233,7 +234,7 @@ def _changing_part(task: Task) -> bytes:
         task.maximize,
         c.l2 != 0.0,
         task.inject,
-        task.scale_policy == "recompute",
+        _POLICIES[task.scale_policy],
         without_buffer,
         *c,
         *adafactor,

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer
 
 from masterless import ops
@@ -26,7 +27,7 @@ from masterless.optim import checkpoint, resets
 from masterless.reference import Task
 from masterless.rounding import PURPOSES, check_rounding, parameter_id, stream_key
 from masterless.rules import Rule
-from masterless.scaling import POLICIES
+from masterless.scaling import FROZEN, POLICIES
 from masterless.storage import Storage, tensor_specs
 from masterless.weight import local_of, weight_storage
 
@@ -310,6 +311,7 @@ class LowBitOptimizer(Optimizer):
                     bad[task.name] = count
         for p, contiguous in copies:
             p.copy_(contiguous)
+        increment_version([p for _, p, _ in parameters])  # a quantized one changes below its own version counter
         for entry in (entry for finish in afterwards for entry in finish()):
             self.reset_counts[entry.parameter] = self.reset_counts.get(entry.parameter, 0) + entry.cleared
         self._report_nonfinite(bad, skip_allowed)
@@ -368,10 +370,11 @@ class LowBitOptimizer(Optimizer):
             from masterless.distributed import sharding
 
             place = sharding.Place.of(p).task_fields()
+        scalars = rule.scalars(group, *self._local_steps(state))
         return Task(
             name=name,
             rule=rule,
-            scalars=rule.scalars(group, *self._local_steps(state)),
+            scalars=scalars,
             group=group,
             grad=grad,
             weight=weight,
@@ -381,7 +384,7 @@ class LowBitOptimizer(Optimizer):
             keys={purpose: stream_key(group["seed"], step, identity, purpose) for purpose in PURPOSES},
             inject=lossy and bool(group["error_compensation"]),
             maximize=group["maximize"],
-            scale_policy=group["scale_policy"],
+            scale_policy=FROZEN if scalars.step_size == 0.0 and scalars.decay == 1.0 else group["scale_policy"],
             **place,
         )
 
