@@ -89,6 +89,8 @@ def run(job: tuple[str, int]) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A markdown table; the gap is to fp32 fine-tuning."""
+    if not rows:
+        return "(not run yet)"
     lines = ["| run | before | after (each seed) | mean | gap |", "|---|---|---|---|---|"]
     reference = None
     for label in RUNS:

@@ -131,23 +131,25 @@ STUDIES = {"states": states_study, "weights": weights_study, "moe": moe_study}
 
 
 def table(rows: Sequence[dict[str, Any]], experiments: Sequence[Experiment]) -> str:
-    """A markdown table: one line a label, mean over seeds, gap to the first label's mean."""
+    """A markdown table: one line a label, mean over seeds, gap to the first label's mean over the same seeds."""
     by_id = {row["id"]: row for row in rows}
     groups: dict[str, list[dict[str, Any]]] = {}
     for experiment in experiments:
         row = by_id.get(experiment.identity)
         if row is not None:
             groups.setdefault(experiment.label, []).append(row)
+    if not groups:
+        return "(not run yet)"
     lines = ["| run | bytes/param | loss (each seed) | mean | gap |", "|---|---|---|---|---|"]
-    reference: float | None = None
+    reference = {row["seed"]: row["loss"] for row in next(iter(groups.values()), [])}
     for label, found in groups.items():
         losses = [row["loss"] for row in found]
         if any(loss is None for loss in losses):
             lines.append(f"| {label} | {found[0]['bytes_per_parameter']:.2f} | diverged | | |")
             continue
         mean = statistics.mean(losses)
-        reference = mean if reference is None else reference
-        gap = f"{100 * (mean / reference - 1):+.2f}%"
+        same_seeds = statistics.mean(reference[row["seed"]] for row in found)
+        gap = f"{100 * (mean / same_seeds - 1):+.2f}%"
         each = " ".join(f"{loss:.4f}" for loss in losses)
         lines.append(f"| {label} | {found[0]['bytes_per_parameter']:.2f} | {each} | {mean:.4f} | {gap} |")
     return "\n".join(lines)
