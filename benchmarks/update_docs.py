@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import dither_study
 import finetune_study
+import scale_drift
 import study
 
 from masterless.presets import PRESETS
@@ -54,6 +55,7 @@ def presets_table() -> str:
 
 TABLES["presets"] = presets_table
 TABLES["dither"] = lambda: dither_study.table(dither_study.load())
+TABLES["scale-drift"] = lambda: scale_drift.table(scale_drift.load())
 TABLES["finetune"] = lambda: finetune_study.table(finetune_study.load())
 
 

@@ -292,3 +292,12 @@ def test_formats_and_values_that_cannot_be_weights_are_refused():
         QuantizedTensor.from_dense(torch.ones(4, 64, dtype=torch.int64), "int4")
     with pytest.raises(ValueError, match=r"shape \(64,\) to one of shape \(4, 64\)"), torch.no_grad():
         quantized(4, 64).copy_(torch.zeros(64))
+
+
+@pytest.mark.parametrize("argument", ["include", "exclude", "rules"])
+def test_a_selector_that_matches_nothing_is_refused_and_nothing_is_changed(argument):
+    model = nn.Sequential(nn.Linear(64, 64))
+    value = {"*.wieght": "int8"} if argument == "rules" else ["*.wieght"]
+    with pytest.raises(ValueError, match=rf"{argument}: '\*\.wieght' matches no parameter.*0\.weight"):
+        quantize_(model, "int4", **{argument: value})
+    assert type(model[0].weight) is nn.Parameter

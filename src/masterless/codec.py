@@ -47,7 +47,7 @@ _LOG_STEP_MAX = 0x7FFF
 _LOG_LANES = 8
 _LOG_LANE_LENGTH = 16  # a lane has at least this many elements, so a short block has fewer lanes
 # Which of the eight sorted lane minima is the lowest level: few codes want a narrow range (the largest
-# minimum, about the 0.14-quantile), many codes can afford a wide one. Measured in benchmarks/log_code.py.
+# minimum, about the 0.14-quantile), many codes can afford a wide one. Measured in tests/test_log_code.py.
 LOG_LOW_RANK = {2: 7, 3: 3, 4: 1, 8: 0}
 
 

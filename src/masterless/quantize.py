@@ -109,6 +109,7 @@ def quantize_(
     """
     default = as_weight(format)
     explicit = [(pattern, None if f is None else as_weight(f)) for pattern, f in (rules or {}).items()]
+    _check_selectors(model, {"include": include, "exclude": exclude, "rules": list(rules or {})})
     head = _output_head(model)
     report = QuantizationReport()
     done: dict[int, Tensor] = {}
@@ -166,6 +167,22 @@ def _selected(name: str, module: nn.Module, selectors: Sequence[Selector]) -> bo
             f"include and exclude take a list of patterns or module types, not {selectors!r}; write [{selectors!r}]"
         )
     return any(fnmatchcase(name, s) if isinstance(s, str) else isinstance(module, s) for s in selectors)
+
+
+def _check_selectors(model: nn.Module, arguments: Mapping[str, Sequence[Selector]]) -> None:
+    """Raises a ValueError for a pattern or module type that selects nothing: most likely it is misspelt."""
+    places = list(_owned_parameters(model))
+    for argument, selectors in arguments.items():
+        _selected("", model, selectors)  # a bare pattern, which would be taken letter by letter, is refused there
+        for selector in selectors:
+            if not any(_selected(name, module, [selector]) for name, module, _, _ in places):
+                some = ", ".join(name for name, _, _, _ in places[:3])
+                raise ValueError(
+                    f"{argument}: {selector!r} matches no parameter of the model; names look like {some}, ... and a "
+                    f"pattern must match all of one, for instance '*.{places[0][2]}'"
+                    if places
+                    else f"{argument}: {selector!r} matches nothing, the model has no parameters"
+                )
 
 
 def _output_head(model: nn.Module) -> nn.Module | None:
