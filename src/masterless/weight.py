@@ -3,25 +3,23 @@
 Contract:
     * `QuantizedTensor` is a tensor subclass over a `Storage`. Its shape and dtype are those of the dense tensor
       it stands for; its dtype is what a forward pass computes in and what `.grad` has.
-    * Matrix products, convolutions, embeddings and einsum decode the weight for the call. Autograd would keep that
-      dense copy for the backward pass: it keeps the quantized tensor instead and decodes it again.
-    * The forward pass sees the visible code only; hidden bits and master copies are the optimizer's.
-    * Any other operation sees a dense copy. Nothing changes a quantized tensor in place but `copy_`, `zero_` and
-      the optimizers of this library: other in-place operations are refused, because rounding their result would
-      silently lose it.
+    * Computations see it dense for the length of a call (`masterless.decoding`), and only the visible code; hidden
+      bits and master copies are the optimizer's.
+    * Copies, conversions and whole slices of dimension 0 stay quantized.
+    * Nothing changes a quantized tensor in place but `copy_`, `zero_` and the optimizers of this library: other
+      in-place operations are refused, because rounding their result would silently lose it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from masterless import formats, ops
+from masterless import formats
+from masterless.decoding import StoredTensor, call_dense, refuse_in_place
 from masterless.formats import Format, FormatError
 from masterless.storage import Storage, tensor_specs
 
@@ -46,7 +44,7 @@ def as_weight(format: str | Format) -> Format:
     return fmt
 
 
-class QuantizedTensor(Tensor):
+class QuantizedTensor(StoredTensor):
     """A tensor stored as codes and scales.
 
     Made by `QuantizedTensor.from_dense` or, for the parameters of a model, by `masterless.quantize_`.
@@ -55,8 +53,6 @@ class QuantizedTensor(Tensor):
     >>> q.shape, q.format.bits_per_element
     (torch.Size([4, 256]), 4.125)
     """
-
-    stored: Storage
 
     @staticmethod
     def __new__(
@@ -82,18 +78,9 @@ class QuantizedTensor(Tensor):
         return cls(Storage.zeros(fmt, dense.shape, dense.device).encode_(dense), dense.dtype)
 
     @property
-    def format(self) -> Format:
-        """How the numbers are stored."""
-        return self.stored.format
-
-    @property
     def stored_bytes(self) -> int:
         """Bytes of codes, hidden bits and scales."""
         return self.stored.nbytes
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """A dense copy of what the forward pass sees, differentiable."""
-        return _Dequantize.apply(self, dtype or self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
@@ -112,13 +99,6 @@ class QuantizedTensor(Tensor):
         format, shape, dtype = meta
         tensors = {name.removeprefix("_"): tensor for name, tensor in inner.items()}
         return QuantizedTensor(Storage(formats.parse(format), shape, tensors), dtype)
-
-    def __getattr__(self, name: str) -> Any:
-        # The inner tensors by the names that `__tensor_flatten__` gives; only reached when nothing else matches.
-        storage = self.__dict__.get("stored")
-        if storage is not None and name.startswith("_") and name[1:] in storage.tensors:
-            return storage.tensors[name[1:]]
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         meta = (
@@ -159,17 +139,13 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func in _OVERWRITES and isinstance(args[0], QuantizedTensor):
-            _refuse_in_place(func.__name__ if func is Tensor.__setitem__ else "assigning to .data", args[0])
+            refuse_in_place(func.__name__ if func is Tensor.__setitem__ else "assigning to .data", args[0])
         if func is Tensor.share_memory_:  # the wrapper has no memory of its own, which torch would not notice
             for tensor in args[0].stored.tensors.values():
                 tensor.share_memory_()
             return args[0]
-        if func in _DECODING and not torch.compiler.is_compiling():
-            return _call_decoded(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():  # the stock version would make dense results quantized again
-            return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -181,9 +157,7 @@ class QuantizedTensor(Tensor):
 
             if views.keeps(func, args[0]):
                 return views.HANDLERS[func](func, *args, **kwargs)
-        _check_in_place(func, args, kwargs)
-        dense_args, dense_kwargs = tree_map_only(QuantizedTensor, _decode_visible, (args, kwargs))
-        return func(*dense_args, **dense_kwargs)
+        return call_dense(func, args, kwargs)
 
 
 torch.serialization.add_safe_globals([QuantizedTensor])
@@ -215,127 +189,6 @@ def weight_storage(p: Tensor) -> Storage | None:
     """The storage of a quantized parameter (of this process's shard of it); None for an ordinary one."""
     p = local_of(p)
     return p.stored if isinstance(p, QuantizedTensor) else None
-
-
-# --- decoding for a computation ---------------------------------------------------------------------------
-
-
-def _decode_visible(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    return ops.dequantize(q.stored, dtype or q.dtype).view(q.shape)
-
-
-class _Dequantize(torch.autograd.Function):
-    """Decodes for the forward pass; the gradient of the dense tensor is the gradient of the parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
-        ctx.dtype = q.dtype
-        return _decode_visible(q, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return grad.to(ctx.dtype), None
-
-
-class _Recipe:
-    """What autograd keeps in place of a dense weight: how to decode it again, as the same view."""
-
-    def __init__(self, q: QuantizedTensor, dense: Tensor, saved: Tensor) -> None:
-        self.q, self.dtype = q, dense.dtype
-        self.view = (saved.size(), saved.stride(), saved.storage_offset())
-        self.version = _version(q)
-
-    def decode(self) -> Tensor:
-        if _version(self.q) != self.version:
-            raise RuntimeError(
-                f"a quantized parameter of shape {tuple(self.q.shape)} was changed between the forward and the "
-                f"backward pass that needs it; step the optimizer after backward()"
-            )
-        return _decode_visible(self.q, self.dtype).as_strided(*self.view)
-
-
-def _version(q: QuantizedTensor) -> int:
-    return q.stored.tensors["codes"]._version
-
-
-class _Kept:
-    """A saved tensor that is no weight, as autograd would keep it: whoever changes it before backward is told."""
-
-    def __init__(self, saved: Tensor) -> None:
-        self.saved, self.version = saved, saved._version
-
-    def unpack(self) -> Tensor:
-        if self.saved._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self.saved.shape)} that was used with a quantized parameter was changed in "
-                f"place before the backward pass that needs it; change a copy, or change it after backward()"
-            )
-        return self.saved
-
-
-# Hooks around the whole call, if any: activation checkpointing and offloading. Only the innermost are called by
-# autograd, so ours pass on what is not a weight. Without this (private) function they would see none of it.
-_outer_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
-
-
-def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls `func` with dense weights that autograd does not keep."""
-    dense_of: dict[int, tuple[QuantizedTensor, Tensor]] = {}
-    decoded: dict[int, Tensor] = {}
-    outer = _outer_hooks(False)
-
-    def decode(q: QuantizedTensor) -> Tensor:
-        if id(q) not in decoded:
-            device = q.device.type
-            available = func in _AUTOCAST and torch.amp.is_autocast_available(device)  # not on the meta device
-            cast = available and torch.is_autocast_enabled(device)
-            dtype = torch.get_autocast_dtype(device) if cast else q.dtype
-            decoded[id(q)] = _Dequantize.apply(q.detach() if not torch.is_grad_enabled() else q, dtype)
-            dense_of[decoded[id(q)].untyped_storage().data_ptr()] = (q, decoded[id(q)])
-        return decoded[id(q)]
-
-    def pack(saved: Tensor) -> Any:
-        found = dense_of.get(saved.untyped_storage().data_ptr()) if type(saved) is Tensor else None
-        if found is not None and saved.numel():
-            return _Recipe(*found, saved)
-        return _Kept(saved) if outer is None else outer[0](saved)
-
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, _Recipe):
-            return packed.decode()
-        return packed.unpack() if outer is None else outer[1](packed)
-
-    with torch._C.DisableTorchFunctionSubclass():
-        dense_args, dense_kwargs = tree_map_only(QuantizedTensor, decode, (args, kwargs))
-        if not torch.is_grad_enabled():
-            return func(*dense_args, **dense_kwargs)
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                return func(*dense_args, **dense_kwargs)
-        finally:  # autograd holds on to the hooks until the backward pass: they must not hold on to the weights
-            dense_of.clear()
-            decoded.clear()
-
-
-# Under autocast these compute in its dtype, so the weight is decoded straight to it.
-_AUTOCAST: set[Any] = {
-    F.linear,
-    F.multi_head_attention_forward,
-    F.conv1d,
-    F.conv2d,
-    F.conv3d,
-    F.conv_transpose1d,
-    F.conv_transpose2d,
-    F.conv_transpose3d,
-    torch.einsum,
-    torch.addmm,
-    torch.baddbmm,
-    *(getattr(owner, name) for owner in (torch, Tensor) for name in ("matmul", "mm", "bmm")),
-    Tensor.__matmul__,
-    Tensor.__rmatmul__,
-}
-
-_DECODING = _AUTOCAST | {F.bilinear, F.embedding, F.embedding_bag, torch.tensordot, torch.mv, Tensor.mv}
 
 
 # --- operations that keep a tensor quantized --------------------------------------------------------------
@@ -383,7 +236,7 @@ def _require_finite(dense: Tensor) -> None:
 
 def _copy_(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not isinstance(target, QuantizedTensor):
-        return func(target, _decode_visible(source), *args, **kwargs)  # type: ignore[arg-type]
+        return func(target, source.decode(), *args, **kwargs)  # type: ignore[attr-defined]
     if target.shape != source.shape:
         raise ValueError(f"cannot copy a tensor of shape {tuple(source.shape)} to one of shape {tuple(target.shape)}")
     if isinstance(source, QuantizedTensor) and source.format == target.format:
@@ -432,20 +285,3 @@ _BY_PIECES: set[Any] = {
 
 # What never reaches `__torch_dispatch__` as a write to the parameter: both would be lost without a word.
 _OVERWRITES = {Tensor.__setitem__, Tensor.data.__set__}  # type: ignore[attr-defined]
-
-
-def _check_in_place(func: Any, args: Any, kwargs: Any = None) -> None:
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)  # `out=` comes by name
-            for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(tensor, QuantizedTensor):
-                    _refuse_in_place(func, tensor)
-
-
-def _refuse_in_place(what: Any, q: QuantizedTensor) -> NoReturn:
-    raise RuntimeError(
-        f"{what} would change a parameter stored as '{q.format}' in place, and rounding would silently lose most of "
-        f"it. Update it with an optimizer of masterless, overwrite it with copy_(), or decode the model with "
-        f"masterless.dequantize_(model)"
-    )

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from masterless import weight
+from masterless.decoding import call_dense
 from masterless.formats import Format
 from masterless.storage import Spec, Storage, tensor_specs
 from masterless.weight import QuantizedTensor
@@ -85,8 +85,7 @@ def _fsdp_asks() -> bool:
 
 
 def _dense(func: Any, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = tree_map_only(QuantizedTensor, weight._decode_visible, (args, kwargs))
-    return func(*args, **kwargs)
+    return call_dense(func, args, kwargs)
 
 
 def _split(func: Any, q: QuantizedTensor, size: int, dim: int = 0) -> Any:
@@ -141,8 +140,7 @@ class FlatView(QuantizedTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        weight._check_in_place(func, args)
-        return _dense(func, *args, **(kwargs or {}))
+        return call_dense(func, args, kwargs or {})
 
 
 def _view(func: Any, q: QuantizedTensor, size: Sequence[int]) -> Any:
