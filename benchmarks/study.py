@@ -3,9 +3,10 @@
     python benchmarks/study.py states            # run (or go on with) one study, then print its table
     python benchmarks/study.py weights --table   # only print the table of what is there
 
-Every finished run is a line of ``benchmarks/results/STUDY.jsonl``; runs that are there are not repeated. All runs train
-a byte-level GPT on the standard library's source text: 2 layers, d = 128, 393k parameters in the inner matrices, 512
-tokens a step, cosine schedule. Losses are on held-out documents; runs of one seed see the same batches.
+Every finished run is a line of a file in ``benchmarks/results``; runs that are in any of them are not repeated. All
+runs train a byte-level GPT on the standard library's source text: unless a row says otherwise 2 layers, d = 128, 393k
+parameters in the inner matrices, 512 tokens a step, cosine schedule. Losses are on held-out documents; runs of one seed
+see the same batches.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import frontier
 
 from masterless.train.experiment import Experiment, load_rows, run_all
 
@@ -127,7 +130,19 @@ def moe_study() -> list[Experiment]:
     return [Experiment(label, weights=fmt, options=o, model=model, settings=settings) for label, fmt, o in rows]
 
 
-STUDIES = {"states": states_study, "weights": weights_study, "moe": moe_study}
+STUDIES = {"states": states_study, "weights": weights_study, "moe": moe_study, **frontier.PARTS}
+
+
+def results_file(study: str) -> Path:
+    """Where new rows of a study go; the parts of the frontier share rows and a file."""
+    return RESULTS / f"{'frontier' if study in frontier.PARTS else study}.jsonl"
+
+
+def finished(experiments: Sequence[Experiment]) -> list[dict[str, Any]]:
+    """The rows of these experiments, from whatever study ran them."""
+    wanted = {experiment.identity for experiment in experiments}
+    found = (row for path in sorted(RESULTS.glob("*.jsonl")) for row in load_rows(path))
+    return list({row["id"]: row for row in found if row.get("id") in wanted}.values())
 
 
 def table(rows: Sequence[dict[str, Any]], experiments: Sequence[Experiment]) -> str:
@@ -157,17 +172,19 @@ def table(rows: Sequence[dict[str, Any]], experiments: Sequence[Experiment]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("studies", nargs="+", choices=STUDIES, metavar="STUDY", help=", ".join(STUDIES))
     parser.add_argument("--table", action="store_true", help="print the table of the finished runs and stop")
     parser.add_argument("--workers", type=int, default=2, help="runs side by side, one thread each")
     arguments = parser.parse_args()
-    experiments = STUDIES[arguments.study]()
-    path = RESULTS / f"{arguments.study}.jsonl"
-    if not arguments.table:
-        for row in run_all(experiments, path, arguments.workers):
-            loss = "diverged" if row["loss"] is None else f"{row['loss']:.4f}"
-            print(f"{row['label']:48} seed {row['seed']}  {loss}  {row.get('seconds', 0):.0f} s", flush=True)
-    print(table(load_rows(path), experiments))
+    for name in arguments.studies:
+        experiments = STUDIES[name]()
+        if not arguments.table:
+            known = {row["id"] for row in finished(experiments)}
+            missing = [experiment for experiment in experiments if experiment.identity not in known]
+            for row in run_all(missing, results_file(name), arguments.workers):
+                loss = "diverged" if row["loss"] is None else f"{row['loss']:.4f}"
+                print(f"{row['label']:60} seed {row['seed']}  {loss}  {row.get('seconds', 0):.0f} s", flush=True)
+        print(f"\n{name}\n{table(finished(experiments), experiments)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,11 @@ MARKED = re.compile(r"(<!-- study:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /stu
 
 
 def _study_table(name: str) -> Callable[[], str]:
-    return lambda: study.table(study.load_rows(study.RESULTS / f"{name}.jsonl"), study.STUDIES[name]())
+    def build() -> str:
+        experiments = study.STUDIES[name]()
+        return study.table(study.finished(experiments), experiments)
+
+    return build
 
 
 TABLES: dict[str, Callable[[], str]] = {name: _study_table(name) for name in study.STUDIES}

@@ -1,0 +1,259 @@
+"""The rows of the frontier study: which formats really train, at what cost. `docs/frontier.md` asks the questions.
+
+A *part* answers one question with one table. Rows that several parts share are run once: a run is known by everything
+that can change its result, not by its label. Sizes (parameters in the inner matrices): 98k, 393k, 1.04M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from masterless.train.experiment import Experiment
+
+SMALL, MEDIUM, LARGE = {"d_model": 64}, {}, {"d_model": 208}
+STANDARD = {"steps": 1500, "lr": 2e-3, "betas": (0.9, 0.95), "eval_batches": 128}
+LONG = {**STANDARD, "steps": 3000}
+BETA2 = 0.95
+FP32_STATES = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
+DROP = {"error_compensation": False}
+NEAREST = {"weight_rounding": "nearest"}
+GRADIENT_UNITS = {"moment_units": "gradient"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Formats and options of a run, without model, length or learning rate."""
+
+    label: str
+    weights: str | None
+    options: Mapping[str, Any]
+    optimizer: str = "AdamW"
+
+    def at(self, label: str = "", *, model: Mapping[str, Any] = MEDIUM, seed: int = 0, **settings: Any) -> Experiment:
+        """This recipe at the standard settings, or others."""
+        return Experiment(
+            label or self.label,
+            weights=self.weights,
+            optimizer=self.optimizer,
+            options=self.options,
+            model=model,
+            settings={**STANDARD, **settings},
+            seed=seed,
+        )
+
+
+def states(first: str, second: str, beta1: float, **options: Any) -> dict[str, Any]:
+    """Options of AdamW: two state formats and beta1."""
+    # 0.9 is the settings' beta1 already; said twice, a run of `study.py` would count as another one.
+    betas = {} if beta1 == 0.9 else {"betas": (beta1, BETA2)}
+    return {"exp_avg": first, "exp_avg_sq": second, **betas, **options}
+
+
+def low_bit(weights: str, first: str, beta1: float, second: str, note: str = "", **options: Any) -> Recipe:
+    """A recipe labelled by its formats: weights, first moment with its beta1, second moment."""
+    moment = "no m" if first == "none" else f"{first} m (b1 {beta1:.2g})"
+    label = ", ".join(filter(None, (weights, moment, f"{second} v", note)))
+    return Recipe(label, weights, states(first, second, beta1, **options))
+
+
+def full(beta1: float) -> Recipe:
+    """fp32 AdamW."""
+    if beta1 == 0:
+        return Recipe("fp32, no m", None, states("none", "fp32", 0.0))
+    return Recipe(f"fp32, b1 {beta1:.2g}", None, states("fp32", "fp32", beta1))
+
+
+def exact_states(weights: str, note: str, beta1: float, **options: Any) -> Recipe:
+    """Quantized weights, fp32 states."""
+    return Recipe(f"{weights}, b1 {beta1:.2g}, {note}", weights, {**states("fp32", "fp32", beta1), **options})
+
+
+FP32 = full(0.9)
+ONE_BYTE = low_bit("int8", "none", 0.0, "factored", **DROP)
+ONE_BYTE_INT4 = low_bit("int4+4", "none", 0.0, "factored", **DROP)
+SIX_TWO = low_bit("int6", "int2", 0.527, "factored")
+VISIBLE4_TWO = low_bit("int4+2", "int2", 0.527, "factored")
+EIGHT_TWO = low_bit("int8", "int2", 0.527, "factored")
+VISIBLE4_4_TWO = low_bit("int4+4", "int2", 0.527, "factored")
+INT4_NEAREST = low_bit("int4", "int4", 0.35, "log2", "nearest weights", **NEAREST)
+INT4_DITHERED = low_bit("int4", "int4", 0.82, "log2")
+FP8 = low_bit("fp8", "int4", 0.82, "log2")
+VISIBLE4_4 = low_bit("int4+4", "int4", 0.82, "log2")
+TWO_BYTES = low_bit("int8", "int8", 0.82, "log2")
+
+
+def learning_rate() -> list[Experiment]:
+    """Which learning rate and beta1 does each family like best, one seed?"""
+    grid: list[tuple[Recipe, tuple[float, ...]]] = [
+        (FP32, (1e-3, 2e-3, 4e-3)),
+        (full(0.82), (2e-3, 4e-3)),
+        (full(0.527), (2e-3, 4e-3)),
+        (full(0.35), (1e-3, 2e-3, 4e-3)),
+        (full(0.0), (1e-3, 2e-3)),
+        *((recipe, (1e-3, 2e-3, 4e-3)) for recipe in (ONE_BYTE, SIX_TWO, EIGHT_TWO, INT4_NEAREST, FP8)),
+    ]
+    return [recipe.at(f"{recipe.label}, lr {lr:g}", lr=lr) for recipe, rates in grid for lr in rates]
+
+
+def one_byte() -> list[Experiment]:
+    """What is the best use of 8 bits a parameter? Weights plus first moment, with a factored second moment."""
+    rows = [
+        FP32,
+        full(0.0),
+        ONE_BYTE,
+        SIX_TWO,
+        low_bit("int6", "int2", 0.527, "factored", "rounding error dropped", **DROP),
+        low_bit("int4", "int4", 0.35, "factored", "nearest weights", **NEAREST),
+        low_bit("int4", "int4", 0.82, "factored"),
+        ONE_BYTE_INT4,
+        VISIBLE4_TWO,
+        low_bit("int4", "int2", 0.527, "factored"),
+    ]
+    lion = [
+        Recipe("Lion, int4, int4 m", "int4", {"exp_avg": "int4", "betas": (0.9, 0.99), **DROP}, "Lion").at(
+            f"Lion: int4, int4 m, no v, lr {lr:g}", lr=lr
+        )
+        for lr in (3e-4, 6e-4)
+    ]
+    return [recipe.at(seed=seed) for seed in (0, 1) for recipe in rows] + lion
+
+
+def combinations() -> list[Experiment]:
+    """Weights x first moment x second moment, first moment in raw and in update units (one seed)."""
+    rows = [
+        FP32,
+        low_bit("int8", "int8", 0.9, "log8"),
+        low_bit("int8", "int8", 0.9, "log2"),
+        TWO_BYTES,
+        low_bit("int8", "int4", 0.82, "log2"),
+        low_bit("int8", "int4", 0.82, "factored"),
+        low_bit("int8", "int2", 0.527, "log2"),
+        EIGHT_TWO,
+        low_bit("int8", "int2", 0.527, "factored", "m in gradient units", **GRADIENT_UNITS),
+        FP8,
+        low_bit("fp8", "int4", 0.82, "log2", "m in gradient units", **GRADIENT_UNITS),
+        low_bit("fp8", "int2", 0.527, "factored"),
+        INT4_NEAREST,
+        low_bit("int4", "int4", 0.35, "log2", "nearest weights, m in gradient units", **NEAREST, **GRADIENT_UNITS),
+        INT4_DITHERED,
+        low_bit("int4", "int4", 0.82, "log2", "m in gradient units", **GRADIENT_UNITS),
+        low_bit("int4", "int4", 0.9, "log2"),
+        VISIBLE4_4,
+        VISIBLE4_4_TWO,
+    ]
+    return [recipe.at() for recipe in rows]
+
+
+def moments() -> list[Experiment]:
+    """The first and second moment in few bits, dense fp32 weights: bits, block length, rounding (one seed)."""
+    rows: list[tuple[str, dict[str, Any]]] = [
+        ("fp32 / fp32", FP32_STATES),
+        ("int8 / fp32", {"exp_avg": "int8", "exp_avg_sq": "fp32"}),
+        ("int4 / fp32", {"exp_avg": "int4", "exp_avg_sq": "fp32"}),
+        ("int3 / fp32", {"exp_avg": "int3", "exp_avg_sq": "fp32"}),
+        ("int2 / fp32", {"exp_avg": "int2", "exp_avg_sq": "fp32"}),
+        ("int3 / fp32, b1 .71", {"exp_avg": "int3", "exp_avg_sq": "fp32", "betas": (0.71, BETA2)}),
+        ("fp32 / log8", {"exp_avg": "fp32", "exp_avg_sq": "log8"}),
+        ("fp32 / log4", {"exp_avg": "fp32", "exp_avg_sq": "log4"}),
+        ("fp32 / log3", {"exp_avg": "fp32", "exp_avg_sq": "log3"}),
+        ("fp32 / log2", {"exp_avg": "fp32", "exp_avg_sq": "log2"}),
+        ("fp32 / factored", {"exp_avg": "fp32", "exp_avg_sq": "factored"}),
+        ("int4 / log2", {"exp_avg": "int4", "exp_avg_sq": "log2"}),
+        ("int4 / log2, nearest", {"exp_avg": "int4", "exp_avg_sq": "log2", "rounding": "nearest"}),
+        ("int4 / log2, blocks of 64", {"exp_avg": "int4:64", "exp_avg_sq": "log2:64"}),
+        ("int4 / log2, blocks of 256", {"exp_avg": "int4:256", "exp_avg_sq": "log2:256"}),
+    ]
+    return [Experiment(label, options=options, settings=STANDARD) for label, options in rows]
+
+
+def hidden_bits() -> list[Experiment]:
+    """Keep k hidden bits, inject the rest, both, or neither: INT4 seen by the forward pass, fp32 states, b1 .9."""
+    rows = [Experiment("fp32", options=FP32_STATES, settings=STANDARD)]
+    rows.append(Experiment("int4 master weights (QAT)", weights="int4+32", options=FP32_STATES, settings=STANDARD))
+    for kept in (0, 2, 4, 6):
+        weights = f"int4+{kept}" if kept else "int4"
+        for compensate in (False, True):
+            policy = {"scale_policy": "held", "weight_rounding": "stochastic"} if not kept else {}
+            label = f"{kept} bits kept, the rest {'injected' if compensate else 'dropped'}"
+            options = {**FP32_STATES, **policy, "error_compensation": compensate}
+            rows.append(Experiment(label, weights=weights, options=options, settings=STANDARD))
+    return rows
+
+
+def coefficient() -> list[Experiment]:
+    """The injection's coefficient with this step's learning rate or the next one's; a schedule that ends at zero."""
+    rows = []
+    for weights, beta1 in (("int4", 0.9), ("fp8", 0.9)):
+        recipe = exact_states(weights, "", beta1)
+        for announce in (False, True):
+            label = f"{weights} ECO stochastic, {'next' if announce else 'this'} step's lr"
+            rows.append(recipe.at(label, min_lr_ratio=0.0, announce_next_lr=announce))
+    return [FP32.at("fp32", min_lr_ratio=0.0), *rows]
+
+
+def momentum() -> list[Experiment]:
+    """Beta1 against the rounding of INT4 weights under error compensation, fp32 states (one seed)."""
+    rows = [FP32, full(0.6), full(0.35)]
+    for beta1 in (0.9, 0.6, 0.35):
+        rows.append(exact_states("int4+32", "master weights (QAT)", beta1))
+        for rounding in ("stochastic", "nearest"):
+            defaults = {"scale_policy": "held", "error_compensation": True} if beta1 == 0.9 else {}
+            said = {"weight_rounding": rounding} if defaults or rounding == "nearest" else {}
+            rows.append(exact_states("int4", f"ECO {rounding}", beta1, **defaults, **said))
+    return [recipe.at() for recipe in rows]
+
+
+def batch() -> list[Experiment]:
+    """Does a small or no momentum survive a batch 8 times as large? 400 steps of 4096 tokens."""
+    rows = [FP32, full(0.527), full(0.35), full(0.0), ONE_BYTE, SIX_TWO, EIGHT_TWO, INT4_NEAREST, FP8]
+    return [recipe.at(steps=400, batch_size=32, eval_batches=16) for recipe in rows]
+
+
+TREND = (FP32, full(0.527), ONE_BYTE, SIX_TWO, EIGHT_TWO, INT4_NEAREST, FP8)
+
+
+def length() -> list[Experiment]:
+    """How the gap moves with the length of the run (one seed)."""
+    return [r.at(f"{r.label}, {steps} steps", steps=steps) for steps in (750, 1500, 3000) for r in TREND]
+
+
+def size() -> list[Experiment]:
+    """How the gap moves with the size of the model: 98k, 393k, 1.04M parameters, 3000 steps (one seed)."""
+    sizes = {"98k": SMALL, "393k": MEDIUM, "1.04M": LARGE}
+    return [r.at(f"{r.label}, {name}", model=model, steps=3000) for name, model in sizes.items() for r in TREND]
+
+
+def presets() -> list[Experiment]:
+    """The rows that decide: 1.04M parameters in the inner matrices, 3000 steps, 2 seeds."""
+    rows = [
+        FP32,
+        full(0.527),
+        Recipe("int4 master weights (QAT), b1 .53", "int4+32", states("fp32", "fp32", 0.527)),
+        FP8,
+        EIGHT_TWO,
+        INT4_NEAREST,
+        SIX_TWO,
+        ONE_BYTE,
+        VISIBLE4_4,
+        VISIBLE4_4_TWO,
+        VISIBLE4_TWO,
+        TWO_BYTES,
+    ]
+    return [recipe.at(model=LARGE, seed=seed, steps=3000) for seed in (0, 1) for recipe in rows]
+
+
+PARTS = {
+    "learning-rate": learning_rate,
+    "one-byte": one_byte,
+    "frontier": presets,
+    "combinations": combinations,
+    "moments": moments,
+    "hidden-bits": hidden_bits,
+    "momentum": momentum,
+    "coefficient": coefficient,
+    "batch": batch,
+    "length": length,
+    "size": size,
+}
