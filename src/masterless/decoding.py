@@ -3,13 +3,15 @@
 Contract:
     * Matrix products, convolutions, embeddings and einsum decode their weights for the call. Autograd would keep the
       dense copies for the backward pass: it keeps the stored tensors instead and decodes them again.
+    * The same holds for products with a transposed view (`w.T`, `w.mT`, `w.transpose(...)`, `w.permute(...)`): it is
+      a stored tensor, too. In everything else such a view is what it would be of a dense weight.
     * A weight that is changed between the two passes is an error, as it is for a dense one.
     * Any other operation sees a dense copy; one that would write to it is refused, because the copy is not the weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from masterless import ops
+from masterless import formats, ops
 from masterless.formats import Format
 from masterless.storage import Storage
+
+aten = torch.ops.aten
 
 
 class StoredTensor(Tensor):
@@ -45,6 +49,9 @@ class StoredTensor(Tensor):
         """A dense copy of what the forward pass sees, differentiable."""
         return _Dequantize.apply(self, dtype or self.dtype)
 
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return [f"_{name}" for name in self.stored.tensors], (str(self.format), self.stored.shape, self.dtype)
+
     def __getattr__(self, name: str) -> Any:
         # The inner tensors by the names that `__tensor_flatten__` gives; only reached when nothing else matches.
         storage = self.__dict__.get("stored")
@@ -54,6 +61,8 @@ class StoredTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OVERWRITES and isinstance(args[0], StoredTensor):
+            refuse_in_place(func.__name__ if func is Tensor.__setitem__ else "assigning to .data", args[0])
         if func in _DECODING and not torch.compiler.is_compiling():
             return _call_decoded(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():  # the stock version would make dense results quantized again
@@ -62,6 +71,12 @@ class StoredTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return call_dense(func, args, kwargs or {})
+
+
+def restored(inner: dict[str, Tensor], meta: Any) -> Storage:
+    """The storage that `__tensor_flatten__` took apart."""
+    format, shape = meta[:2]
+    return Storage(formats.parse(format), shape, {name.removeprefix("_"): t for name, t in inner.items()})
 
 
 # --- products: dense for the call -------------------------------------------------------------------------
@@ -167,14 +182,82 @@ _AUTOCAST: set[Any] = {
     F.conv_transpose2d,
     F.conv_transpose3d,
     torch.einsum,
-    torch.addmm,
-    torch.baddbmm,
-    *(getattr(owner, name) for owner in (torch, Tensor) for name in ("matmul", "mm", "bmm")),
+    *(getattr(owner, name) for owner in (torch, Tensor) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm")),
     Tensor.__matmul__,
     Tensor.__rmatmul__,
 }
 
 _DECODING = _AUTOCAST | {F.bilinear, F.embedding, F.embedding_bag, torch.tensordot, torch.mv, Tensor.mv}
+
+
+# --- transposed views -------------------------------------------------------------------------------------
+
+
+class TransposedView(StoredTensor):
+    """A stored tensor with its dimensions in another order; it shares the stored numbers."""
+
+    order: tuple[int, ...]
+
+    @staticmethod
+    def __new__(cls, stored: Storage, dtype: torch.dtype, order: Sequence[int]) -> TransposedView:
+        """Wraps a storage; dimension i of the view is dimension ``order[i]`` of what is stored."""
+        dense = torch.empty(stored.shape, device="meta").permute(*order)
+        view = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, dense.shape, strides=dense.stride(), dtype=dtype, device=stored.tensors["codes"].device
+        )
+        view.stored, view.order = stored, tuple(order)
+        return view
+
+    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+        """A dense copy of what the forward pass sees, with the strides of a transposed tensor."""
+        return ops.dequantize(self.stored, dtype or self.dtype).view(self.stored.shape).permute(self.order)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names, meta = super().__tensor_flatten__()
+        return names, (*meta, self.order)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> TransposedView:
+        """Rebuilds from inner tensors."""
+        return TransposedView(restored(inner, meta), *meta[2:])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NEED_DENSE:
+            return func(args[0].dequantize(), *args[1:], **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in TRANSPOSITIONS or func in (aten.detach.default, aten.alias.default):
+            return transposed(func, *args)
+        return call_dense(func, args, kwargs or {})
+
+
+def _swapped(order: Sequence[int], a: int, b: int) -> list[int]:
+    swapped = list(order)
+    swapped[a], swapped[b] = order[b], order[a]
+    return swapped
+
+
+# What each does to the order of dimensions.
+TRANSPOSITIONS: dict[Any, Callable[..., Sequence[int]]] = {
+    aten.t.default: lambda order: order[::-1],
+    aten.transpose.int: _swapped,
+    aten.permute.default: lambda order, dims: [order[d] for d in dims],
+}
+
+# What a tensor subclass without memory of its own cannot do, and the dense tensor that stands behind a view can.
+_NEED_DENSE: set[Any] = {
+    *(Tensor.__repr__, Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.__array__),
+    *(Tensor.numpy, Tensor.tolist),
+}
+
+
+def transposed(func: Any, q: StoredTensor, *args: Any) -> TransposedView:
+    """The result of an operation that reorders the dimensions of a stored tensor, or of none of them."""
+    order = q.order if isinstance(q, TransposedView) else tuple(range(q.dim()))
+    return TransposedView(q.stored, q.dtype, TRANSPOSITIONS[func](order, *args) if func in TRANSPOSITIONS else order)
 
 
 # --- everything else: a dense copy -----------------------------------------------------------------------
@@ -183,8 +266,12 @@ _DECODING = _AUTOCAST | {F.bilinear, F.embedding, F.embedding_bag, torch.tensord
 def call_dense(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls an operation of torch on dense copies; refuses one that would write to them."""
     _check_in_place(func, args, kwargs)
-    dense_args, dense_kwargs = tree_map_only(StoredTensor, StoredTensor.decode, (args, kwargs))
+    dense_args, dense_kwargs = tree_map_only(StoredTensor, lambda q: q.decode(), (args, kwargs))
     return func(*dense_args, **dense_kwargs)
+
+
+# What never reaches `__torch_dispatch__` as a write to the parameter: both would be lost without a word.
+_OVERWRITES = {Tensor.__setitem__, Tensor.data.__set__}  # type: ignore[attr-defined]
 
 
 def _check_in_place(func: Any, args: Any, kwargs: Any) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from masterless import formats
-from masterless.decoding import StoredTensor, call_dense, refuse_in_place
+from masterless.decoding import TRANSPOSITIONS, StoredTensor, call_dense, restored, transposed
 from masterless.formats import Format, FormatError
 from masterless.storage import Storage, tensor_specs
 
@@ -70,6 +70,7 @@ class QuantizedTensor(StoredTensor):
     def from_dense(cls, dense: Tensor, format: str | Format) -> QuantizedTensor:
         """Quantizes a dense tensor, rounding to nearest."""
         fmt = as_weight(format)
+        dense = dense.dequantize() if isinstance(dense, StoredTensor) else dense
         if not dense.dtype.is_floating_point:
             raise ValueError(f"cannot quantize a tensor of dtype {dense.dtype}: weights are floating-point")
         if dense.device.type == "meta":
@@ -88,17 +89,12 @@ class QuantizedTensor(StoredTensor):
 
     # --- torch protocols ----------------------------------------------------------------------------------
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return [f"_{name}" for name in self.stored.tensors], (str(self.format), tuple(self.shape), self.dtype)
-
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], meta: Any, outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
         """Rebuilds from inner tensors."""
-        format, shape, dtype = meta
-        tensors = {name.removeprefix("_"): tensor for name, tensor in inner.items()}
-        return QuantizedTensor(Storage(formats.parse(format), shape, tensors), dtype)
+        return QuantizedTensor(restored(inner, meta), *meta[2:])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         meta = (
@@ -139,8 +135,6 @@ class QuantizedTensor(StoredTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _OVERWRITES and isinstance(args[0], QuantizedTensor):
-            refuse_in_place(func.__name__ if func is Tensor.__setitem__ else "assigning to .data", args[0])
         if func is Tensor.share_memory_:  # the wrapper has no memory of its own, which torch would not notice
             for tensor in args[0].stored.tensors.values():
                 tensor.share_memory_()
@@ -243,7 +237,10 @@ def _copy_(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any)
         for name, tensor in target.stored.tensors.items():
             tensor.copy_(source.stored.tensors[name])
     else:
-        dense = source.stored.decode() if isinstance(source, QuantizedTensor) else source
+        if isinstance(source, QuantizedTensor):
+            dense = source.stored.decode()
+        else:
+            dense = source.decode() if isinstance(source, StoredTensor) else source
         _require_finite(dense)
         target.stored.encode_(dense.to(target.device))
     return _mark_changed(target)
@@ -270,6 +267,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.empty_like.default: _empty_like,
     aten.copy_.default: _copy_,
     aten.zero_.default: _zero_,
+    **dict.fromkeys(TRANSPOSITIONS, transposed),
 }
 
 # Whole slices of dimension 0 stay quantized; the rest is what FSDP2 does with them.
@@ -281,7 +279,3 @@ _BY_PIECES: set[Any] = {
     aten.view.default,
     aten.as_strided.default,
 }
-
-
-# What never reaches `__torch_dispatch__` as a write to the parameter: both would be lost without a word.
-_OVERWRITES = {Tensor.__setitem__, Tensor.data.__set__}  # type: ignore[attr-defined]
