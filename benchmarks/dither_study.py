@@ -12,15 +12,12 @@ with the library's own scales and random bits, once with stochastic rounding and
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+from jobs import Job, Row, command
 
 from masterless import AdamW, codec
 from masterless.formats import parse
@@ -44,10 +41,20 @@ def quantized(m: torch.Tensor, bits: int, kind: str, key: int) -> torch.Tensor:
     return (rounded - offset).view_as(m)
 
 
-def run(job: tuple[int, str, int]) -> dict[str, Any]:
-    bits, kind, seed = job
+def jobs() -> list[Job]:
+    """Exact, stochastic and subtractive, at 4 and 2 bits with the beta1 that goes with them, two seeds."""
+    return [
+        {"bits": bits, "beta1": beta1, "kind": kind, "seed": seed}
+        for seed in (0, 1)
+        for bits, beta1 in ((4, 0.9), (2, 0.527))
+        for kind in ("exact", "stochastic", "subtractive")
+    ]
+
+
+def run(job: Job) -> Row:
+    """One run."""
+    bits, beta1, kind, seed = job["bits"], job["beta1"], job["kind"], job["seed"]
     torch.set_num_threads(1)
-    beta1 = {4: 0.9, 2: 0.527}[bits]
     settings = TrainSettings(steps=1500, lr=2e-3, betas=(beta1, 0.95), seed=seed, eval_batches=128)
     model = GPT(GPTConfig(), torch.Generator().manual_seed(seed))
     optimizer = AdamW(
@@ -68,10 +75,10 @@ def run(job: tuple[int, str, int]) -> dict[str, Any]:
     if kind != "exact":
         optimizer.register_step_post_hook(requantize)
     result = train(model, optimizer, stdlib_corpus(), settings)
-    return {"bits": bits, "beta1": beta1, "kind": kind, "seed": seed, "loss": result.final_validation_loss}
+    return {"loss": result.final_validation_loss}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[Row]) -> str:
     """A markdown table of the finished runs."""
     lines = ["| m | b1 | rounding | loss (each seed) | mean |", "|---|---|---|---|---|"]
     for bits in (4, 2):
@@ -85,26 +92,5 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def load() -> list[dict[str, Any]]:
-    """The finished runs."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="print the table of the finished runs and stop")
-    arguments = parser.parse_args()
-    rows = load()
-    done = {(r["bits"], r["kind"], r["seed"]) for r in rows}
-    jobs = [(b, k, s) for s in (0, 1) for b in (4, 2) for k in ("exact", "stochastic", "subtractive")]
-    if not arguments.table:
-        with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-            for row in pool.map(run, [job for job in jobs if job not in done]):
-                rows.append(row)
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-    print(table(rows))
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, jobs(), run, RESULTS, table)

@@ -9,17 +9,15 @@ learning rate.
 
 from __future__ import annotations
 
-import argparse
-import json
+import os
 import statistics
 import warnings
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+from jobs import Job, Row, command
 
 from masterless import AdamW
 from masterless.models import GPT, GPTConfig
@@ -64,30 +62,40 @@ def base_model(seed: int) -> GPT:
         optimizer = AdamW(model.named_parameters(), **settings.optimizer_arguments(), **FP32)
         train(model, optimizer, stdlib_corpus(), settings)
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
+        beside = path.with_suffix(f".{os.getpid()}")  # two runs of a seed may train it at once: the same to the bit
+        torch.save(model.state_dict(), beside)
+        beside.replace(path)
     model.load_state_dict(torch.load(path, weights_only=True))
     return model
 
 
-def run(job: tuple[str, int]) -> dict[str, Any]:
-    label, seed = job
+def jobs() -> list[Job]:
+    """Every way of rounding, two seeds; seeds alternate, so that two workers train the two bases side by side."""
+    return [
+        {"label": label, "weights": weights, "options": options, "steps": 600, "seed": seed}
+        for label, (weights, options) in RUNS.items()
+        for seed in (0, 1)
+    ]
+
+
+def run(job: Job) -> Row:
+    """One fine-tuning, with the losses on the new text before and after."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    weights, options = RUNS[label]
+    weights, options, seed = job["weights"], job["options"], job["seed"]
     model = base_model(seed)
     if weights is not None:
         quantize_(model, weights)
-    settings = TrainSettings(steps=600, lr=2e-4, warmup=20, weight_decay=0.0, seed=seed, eval_batches=128)
+    settings = TrainSettings(steps=job["steps"], lr=2e-4, warmup=20, weight_decay=0.0, seed=seed, eval_batches=128)
     corpus = headers()
     before = evaluate(model, validation_batches(corpus.validation, 128, settings.batch_size, settings.seq_len))
     arguments = {**settings.optimizer_arguments(), **options}
     optimizer = AdamW(model.named_parameters(), seed=seed, **arguments)
     result = train(model, optimizer, corpus, settings)
-    return {"label": label, "seed": seed, "before": before, "loss": result.final_validation_loss}
+    return {"before": before, "loss": result.final_validation_loss}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[Row]) -> str:
     """A markdown table; the gap is to fp32 fine-tuning."""
     if not rows:
         return "(not run yet)"
@@ -104,32 +112,5 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def load() -> list[dict[str, Any]]:
-    """The finished runs."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="print the table of the finished runs and stop")
-    arguments = parser.parse_args()
-    rows = load()
-    done = {(r["label"], r["seed"]) for r in rows}
-    jobs = [(label, seed) for seed in (0, 1) for label in RUNS if (label, seed) not in done]
-    if jobs and not arguments.table:
-        with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-            list(pool.map(_prepare, {seed for _, seed in jobs}))
-            for row in pool.map(run, jobs):
-                rows.append(row)
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-    print(table(rows))
-
-
-def _prepare(seed: int) -> None:
-    torch.set_num_threads(1)
-    base_model(seed)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, jobs(), run, RESULTS, table)

@@ -38,11 +38,6 @@ def simulate(name: str, rounding: str) -> list[float]:
     return found
 
 
-def load() -> list[dict[str, Any]]:
-    """The simulated rows."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-
-
 def table(rows: list[dict[str, Any]]) -> str:
     """A markdown table."""
     lines = [f"| v / true v after {', '.join(map(str, STEPS))} steps | nearest | stochastic |", "|---|---|---|"]

@@ -2,8 +2,8 @@
 
     python benchmarks/staleness_study.py --workers 2          # run what is missing (resumable), both parts
     python benchmarks/staleness_study.py --part stalls        # only one
-    python benchmarks/staleness_study.py --table              # tables (and the figure) from the finished runs
-    python benchmarks/staleness_study.py --table --write      # the same, into docs/staleness.md and docs/figures
+    python benchmarks/staleness_study.py --table              # tables from the finished runs
+    python benchmarks/update_docs.py                          # tables and figure into the documentation
 
 The model is the byte-level GPT of `masterless.models` on the standard library's source; only the second moment is
 rounded (m in fp32), beta2 = 0.999. Part "stalls" samples the inner matrices with `masterless.Monitor`. Part "resets"
@@ -13,31 +13,23 @@ compares final validation losses with and without resets, the last arms with INT
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import re
 import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+from jobs import Job, Row, load, run_missing
 
 from masterless import AdamW, Monitor, quantize_, staleness
 from masterless.models import GPT, GPTConfig
 from masterless.monitor import totals
 from masterless.train import TrainSettings, stdlib_corpus, train
 
-ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "staleness.jsonl"
-PAGE, FIGURE = ROOT / "docs" / "staleness.md", ROOT / "docs" / "figures" / "staleness.png"
 BETA2 = 0.999
 STEPS = {"stalls": 2000, "resets": 2000}
 SAMPLES = 40  # measured steps of a run of part "stalls"
-
-Job = dict[str, Any]
 
 
 def stall_jobs() -> list[Job]:
@@ -54,24 +46,19 @@ def reset_jobs() -> list[Job]:
         fixed = {"part": "resets", "format": format, "rounding": rounding, "weights": weights}
         return [{**fixed, "reset": reset} for reset in (None, *resets)]
 
-    jobs = arm("fp32", "nearest") + arm("bf16", "nearest", "auto")
     # The scale of the paper's model stands still but for powers of two; the default bf16 one is rounded up at each
     # step. Log codes have no planned period ("auto" leaves them alone): the period of E4M3 is given by hand.
-    for format in ("fp8:128:pow2", "fp4:128:pow2", "fp8", "fp4"):
-        jobs += arm(format, "nearest", "auto", "auto:soft")
-    for format in ("fp8", "fp4"):
-        jobs += arm(format, "stochastic", staleness.reset_period(format, BETA2, "stochastic"))
-    jobs += arm("log2", "stochastic", 320) + arm("log2", "nearest", "adaptive")
+    jobs = arm("fp32", "nearest") + arm("bf16", "nearest", "auto")
+    jobs += arm("fp8:128:pow2", "nearest", "auto", "auto:soft") + arm("fp4:128:pow2", "nearest", "auto", "auto:soft")
+    jobs += arm("fp8", "nearest", "auto")
+    jobs += arm("fp8", "stochastic", staleness.reset_period("fp8", BETA2, "stochastic"))
+    jobs += arm("log2", "stochastic", 320)
     jobs += arm("fp32", "nearest", "320:hard", "320:soft", weights="int4")
-    jobs += arm("fp8:128:pow2", "nearest", "auto", "320:hard", weights="int4")
     return jobs
 
 
-def identity(job: Job) -> str:
-    return hashlib.blake2b(json.dumps(job, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def run(job: Job) -> dict[str, Any]:
+def run(job: Job) -> Row:
+    """One run: its loss, what resets cleared, and the stalls of the inner matrices over time."""
     torch.set_num_threads(1)
     settings = TrainSettings(
         steps=job["steps"], warmup=min(50, job["steps"]), betas=(0.9, BETA2), seed=job["seed"], eval_batches=64
@@ -93,7 +80,7 @@ def run(job: Job) -> dict[str, Any]:
     started = time.perf_counter()
     with Monitor(optimizer, every=every, sample=1 << 14, histogram=False) as monitor:
         result = train(model, optimizer, stdlib_corpus(), settings)
-    row = {"id": identity(job), **job, "loss": result.final_validation_loss}
+    row: Row = {"loss": result.final_validation_loss}
     row["seconds"] = round(time.perf_counter() - started, 1)
     row["cleared"] = sum(optimizer.reset_counts.values())
     row["series"] = [_inner(sample) for sample in monitor.samples]
@@ -109,10 +96,6 @@ def _inner(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 # --- tables and figure --------------------------------------------------------------------------------------
-
-
-def load(path: Path = RESULTS) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.exists() else []
 
 
 def stalls_table(rows: list[dict[str, Any]]) -> str:
@@ -141,6 +124,8 @@ def stalls_table(rows: list[dict[str, Any]]) -> str:
 def resets_table(rows: list[dict[str, Any]]) -> str:
     """Final validation losses; differences are means over seeds, against fp32 v and against no resets."""
     rows = [r for r in rows if r["part"] == "resets"]
+    if not rows:
+        return "(not run yet)"
 
     def loss(format: str, rounding: str, reset: Any, weights: str | None) -> dict[int, float]:
         wanted = (format, rounding, reset, weights)
@@ -199,17 +184,6 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def write_page(tables: dict[str, str], page: Path = PAGE) -> None:
-    """Puts the tables between ``<!-- staleness_study:NAME -->`` and ``<!-- /staleness_study:NAME -->``."""
-    text = page.read_text()
-    for name, table in tables.items():
-        pattern = rf"(<!-- staleness_study:{name} -->\n).*?(<!-- /staleness_study:{name} -->)"
-        text, count = re.subn(pattern, lambda m, table=table: f"{m[1]}{table}\n{m[2]}", text, flags=re.DOTALL)
-        if count != 1:
-            raise SystemExit(f"{page}: {count} places marked staleness_study:{name}; there must be one")
-    page.write_text(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("stalls", "resets", "both"), default="both")
@@ -219,15 +193,10 @@ def main() -> None:
     parser.add_argument("--first", type=int, help="only so many jobs of each part, for a try")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the result file")
     parser.add_argument("--table", action="store_true", help="print the tables of the finished runs and stop")
-    parser.add_argument("--write", action="store_true", help="with --table: into docs/staleness.md, and the figure")
     arguments = parser.parse_args()
     rows = load(arguments.out)
     if arguments.table:
-        tables = {"stalls": stalls_table(rows), "resets": resets_table(rows)}
-        print("\n\n".join(tables.values()))
-        if arguments.write:
-            write_page(tables)
-            draw(rows, FIGURE)
+        print(stalls_table(rows), resets_table(rows), sep="\n\n")
         return
     parts = {"stalls": (stall_jobs(), 1), "resets": (reset_jobs(), arguments.seeds)}
     jobs = [
@@ -237,17 +206,9 @@ def main() -> None:
         for seed in range(seeds)
         for job in listed[: arguments.first]
     ]
-    done = {row["id"] for row in rows}
-    todo = [job for job in jobs if identity(job) not in done]
-    print(f"{len(jobs) - len(todo)} of {len(jobs)} runs are done", flush=True)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(run, job) for job in todo]):
-            row = future.result()
-            with arguments.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            name = " ".join(str(row[k]) for k in ("part", "weights", "format", "rounding", "reset", "seed"))
-            print(f"{name}: {row['loss']:.4f} in {row['seconds']} s", flush=True)
+    for row in run_missing(jobs, run, arguments.out, arguments.workers):
+        name = " ".join(str(row[k]) for k in ("part", "weights", "format", "rounding", "reset", "seed"))
+        print(f"{name}: {row['loss']:.4f} in {row['seconds']} s", flush=True)
 
 
 if __name__ == "__main__":

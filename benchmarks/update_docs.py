@@ -17,7 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import dither_study
 import finetune_study
 import scale_drift
+import staleness_study
 import study
+import tasks_study
+from jobs import load
 
 from masterless.presets import PRESETS
 
@@ -58,9 +61,12 @@ def presets_table() -> str:
 
 
 TABLES["presets"] = presets_table
-TABLES["dither"] = lambda: dither_study.table(dither_study.load())
-TABLES["scale-drift"] = lambda: scale_drift.table(scale_drift.load())
-TABLES["finetune"] = lambda: finetune_study.table(finetune_study.load())
+TABLES["dither"] = lambda: dither_study.table(load(dither_study.RESULTS))
+TABLES["scale-drift"] = lambda: scale_drift.table(load(scale_drift.RESULTS))
+TABLES["stalls"] = lambda: staleness_study.stalls_table(load(staleness_study.RESULTS))
+TABLES["resets"] = lambda: staleness_study.resets_table(load(staleness_study.RESULTS))
+TABLES["tasks"] = lambda: tasks_study.table(load(tasks_study.RESULTS))
+TABLES["finetune"] = lambda: finetune_study.table(load(finetune_study.RESULTS))
 
 
 def pages() -> list[Path]:
