@@ -84,10 +84,31 @@ VISIBLE4_4 = low_bit("int4+4", "int4", 0.82, "log2")
 TWO_BYTES = low_bit("int8", "int8", 0.82, "log2")
 
 
+# What others store, in our formats: the formats and rounding are theirs, the kernel and the rest of the step are ours.
+PEERS = (
+    Recipe(
+        "bitsandbytes-like: 8-bit states",
+        None,
+        {"exp_avg": "dynamic8:256", "exp_avg_sq": "udynamic8:256", "rounding": "nearest", **GRADIENT_UNITS},
+    ),
+    Recipe(
+        "torchao-like: 4-bit states",
+        None,
+        {"exp_avg": "dynamic4", "exp_avg_sq": "uint4", "rounding": "nearest", **GRADIENT_UNITS},
+    ),
+    Recipe(
+        "SOLO: 4-bit m, 2-bit v",
+        None,
+        {"exp_avg": "dynamic4", "exp_avg_sq": "log2", "rounding": "stochastic-log", **GRADIENT_UNITS},
+    ),
+    Recipe("ECO as published: FP8 weights", "fp8", {**FP32_STATES, "scale_policy": "recompute"}),
+)
+
+
 def learning_rate() -> list[Experiment]:
     """Which learning rate and beta1 does each family like best, one seed?"""
     grid: list[tuple[Recipe, tuple[float, ...]]] = [
-        (FP32, (1e-3, 2e-3, 4e-3)),
+        (FP32, (5e-4, 1e-3, 2e-3, 4e-3)),
         (full(0.82), (2e-3, 4e-3)),
         (full(0.527), (2e-3, 4e-3)),
         (full(0.35), (1e-3, 2e-3, 4e-3)),
@@ -240,6 +261,7 @@ def presets() -> list[Experiment]:
         VISIBLE4_4_TWO,
         VISIBLE4_TWO,
         TWO_BYTES,
+        *PEERS,
     ]
     return [recipe.at(model=LARGE, seed=seed, steps=3000) for seed in (0, 1) for recipe in rows]
 

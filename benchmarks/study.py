@@ -12,6 +12,8 @@ see the same batches.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -145,28 +147,69 @@ def finished(experiments: Sequence[Experiment]) -> list[dict[str, Any]]:
     return list({row["id"]: row for row in found if row.get("id") in wanted}.values())
 
 
-def table(rows: Sequence[dict[str, Any]], experiments: Sequence[Experiment]) -> str:
-    """A markdown table: one line a label, mean over seeds, gap to the first label's mean over the same seeds."""
+def is_full_precision(row: dict[str, Any]) -> bool:
+    """Dense weights, and states that are fp32 or not there at all."""
+    states = {row["options"].get("exp_avg"), row["options"].get("exp_avg_sq")}
+    return row["weights"] is None and "fp32" in states and states <= {"fp32", "none"}
+
+
+def comparable(row: dict[str, Any]) -> str:
+    """What two rows must share for their losses to be compared: model, text seen, length."""
+    settings = {key: row["settings"].get(key) for key in ("steps", "batch_size", "min_lr_ratio")}
+    return json.dumps([row["model"], settings], sort_keys=True)
+
+
+def mean_loss(rows: Sequence[dict[str, Any]]) -> float:
+    """The mean over seeds; infinite if a run diverged."""
+    return statistics.mean(math.inf if row["loss"] is None else row["loss"] for row in rows)
+
+
+def gap(rows: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> str:
+    """How far the mean loss lies above the reference's, over the seeds that both have; empty if there are none."""
+    losses = {row["seed"]: row["loss"] for row in reference}
+    shared = [row for row in rows if losses.get(row["seed"]) is not None]
+    if not shared or mean_loss(shared) == math.inf:
+        return ""
+    return f"{100 * (mean_loss(shared) / statistics.mean(losses[row['seed']] for row in shared) - 1):+.2f}%"
+
+
+def grouped(rows: Sequence[dict[str, Any]], experiments: Sequence[Experiment]) -> dict[str, list[dict[str, Any]]]:
+    """The finished rows by their label in this study, in its order."""
     by_id = {row["id"]: row for row in rows}
     groups: dict[str, list[dict[str, Any]]] = {}
     for experiment in experiments:
-        row = by_id.get(experiment.identity)
-        if row is not None:
-            groups.setdefault(experiment.label, []).append(row)
+        if experiment.identity in by_id:
+            groups.setdefault(experiment.label, []).append(by_id[experiment.identity])
+    return groups
+
+
+def references(groups: dict[str, list[dict[str, Any]]]) -> dict[str, list[list[dict[str, Any]]]]:
+    """The full-precision rows of each comparable set: the first listed, then the best with as many seeds."""
+    candidates: dict[str, list[list[dict[str, Any]]]] = {}
+    for found in groups.values():
+        if is_full_precision(found[0]):
+            candidates.setdefault(comparable(found[0]), []).append(found)
+    return {
+        key: [sets[0], min((rows for rows in sets if len(rows) == len(sets[0])), key=mean_loss)]
+        for key, sets in candidates.items()
+    }
+
+
+def table(rows: Sequence[dict[str, Any]], experiments: Sequence[Experiment]) -> str:
+    """A markdown table, one line a label: gaps to the first full-precision row, and to the best if there are several."""
+    groups = grouped(rows, experiments)
     if not groups:
         return "(not run yet)"
-    lines = ["| run | bytes/param | loss (each seed) | mean | gap |", "|---|---|---|---|---|"]
-    reference = {row["seed"]: row["loss"] for row in next(iter(groups.values()), [])}
+    known = references(groups)
+    several = any(first is not best for first, best in known.values())
+    headings = ["run", "bytes/param", "loss (each seed)", "mean", "gap", *(["gap to the best fp32"] if several else [])]
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for label, found in groups.items():
-        losses = [row["loss"] for row in found]
-        if any(loss is None for loss in losses):
-            lines.append(f"| {label} | {found[0]['bytes_per_parameter']:.2f} | diverged | | |")
-            continue
-        mean = statistics.mean(losses)
-        same_seeds = statistics.mean(reference[row["seed"]] for row in found)
-        gap = f"{100 * (mean / same_seeds - 1):+.2f}%"
-        each = " ".join(f"{loss:.4f}" for loss in losses)
-        lines.append(f"| {label} | {found[0]['bytes_per_parameter']:.2f} | {each} | {mean:.4f} | {gap} |")
+        each = " ".join("diverged" if row["loss"] is None else f"{row['loss']:.4f}" for row in found)
+        mean = "" if mean_loss(found) == math.inf else f"{mean_loss(found):.4f}"
+        gaps = [gap(found, reference) for reference in known.get(comparable(found[0]), ((), ()))[: 1 + several]]
+        cost = f"{found[0]['bytes_per_parameter']:.2f}"
+        lines.append(f"| {' | '.join((label, cost, each, mean, *gaps))} |")
     return "\n".join(lines)
 
 
