@@ -27,10 +27,12 @@ bench: setup               ## the step's speed, as ratios to torch's fused AdamW
 	$(BIN)/python benchmarks/bench_step.py
 
 study: setup               ## the studies behind the documentation's tables: hours, resumable at any kill
-	for study in states weights moe; do $(BIN)/python benchmarks/study.py $$study || exit 1; done
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[study]'
+	$(BIN)/python benchmarks/study.py all
 	$(BIN)/python benchmarks/finetune_study.py
+	$(BIN)/python benchmarks/tasks_study.py
 	$(BIN)/python benchmarks/dither_study.py
-	$(BIN)/python benchmarks/staleness_study.py --workers 2
+	$(BIN)/python benchmarks/staleness_study.py
 	$(BIN)/python benchmarks/update_docs.py
 
 lint: setup                ## ruff and mypy

@@ -109,11 +109,12 @@ def learning_rate() -> list[Experiment]:
     """Which learning rate and beta1 does each family like best, one seed?"""
     grid: list[tuple[Recipe, tuple[float, ...]]] = [
         (FP32, (5e-4, 1e-3, 2e-3, 4e-3)),
-        (full(0.82), (2e-3, 4e-3)),
-        (full(0.527), (2e-3, 4e-3)),
-        (full(0.35), (1e-3, 2e-3, 4e-3)),
+        (full(0.82), (1e-3, 2e-3)),
+        (full(0.527), (1e-3, 2e-3)),
+        (full(0.35), (1e-3, 2e-3)),
         (full(0.0), (1e-3, 2e-3)),
-        *((recipe, (1e-3, 2e-3, 4e-3)) for recipe in (ONE_BYTE, SIX_TWO, EIGHT_TWO, INT4_NEAREST, FP8)),
+        *((recipe, (1e-3, 2e-3)) for recipe in (ONE_BYTE, SIX_TWO, EIGHT_TWO, INT4_NEAREST)),
+        (FP8, (5e-4, 1e-3, 2e-3)),
     ]
     return [recipe.at(f"{recipe.label}, lr {lr:g}", lr=lr) for recipe, rates in grid for lr in rates]
 

@@ -196,7 +196,7 @@ def references(groups: dict[str, list[dict[str, Any]]]) -> dict[str, list[list[d
 
 
 def table(rows: Sequence[dict[str, Any]], experiments: Sequence[Experiment]) -> str:
-    """A markdown table, one line a label: gaps to the first full-precision row, and to the best if there are several."""
+    """A markdown table, one line a label: gaps to the first full-precision row, and to the best if it is another."""
     groups = grouped(rows, experiments)
     if not groups:
         return "(not run yet)"
@@ -215,11 +215,13 @@ def table(rows: Sequence[dict[str, Any]], experiments: Sequence[Experiment]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("studies", nargs="+", choices=STUDIES, metavar="STUDY", help=", ".join(STUDIES))
+    parser.add_argument(
+        "studies", nargs="+", choices=[*STUDIES, "all"], metavar="STUDY", help=", ".join((*STUDIES, "all"))
+    )
     parser.add_argument("--table", action="store_true", help="print the table of the finished runs and stop")
     parser.add_argument("--workers", type=int, default=2, help="runs side by side, one thread each")
     arguments = parser.parse_args()
-    for name in arguments.studies:
+    for name in STUDIES if "all" in arguments.studies else arguments.studies:
         experiments = STUDIES[name]()
         if not arguments.table:
             known = {row["id"] for row in finished(experiments)}

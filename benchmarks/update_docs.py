@@ -1,7 +1,9 @@
-"""Puts the studies' tables into the documentation, between ``<!-- study:NAME -->`` and ``<!-- /study:NAME -->``.
+"""Puts the studies' figures and tables into the documentation.
 
-python benchmarks/update_docs.py           # rewrite the tables from benchmarks/results
-python benchmarks/update_docs.py --check   # fail if a table differs from the results (a test does this)
+A table stands between ``<!-- study:NAME -->`` and ``<!-- /study:NAME -->``.
+
+    python benchmarks/update_docs.py           # rewrite the tables from benchmarks/results
+    python benchmarks/update_docs.py --check   # fail if a table differs from the results (a test does this)
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import dither_study
+import figures
 import finetune_study
 import scale_drift
 import staleness_study
@@ -25,6 +28,7 @@ from jobs import load
 from masterless.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
+FIGURES = ROOT / "docs" / "figures"
 MARKED = re.compile(r"(<!-- study:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /study:(?P=name) -->)", re.DOTALL)
 
 
@@ -92,6 +96,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a table is out of date")
     arguments = parser.parse_args()
     stale = list(outdated())
+    if not arguments.check:
+        figures.draw_frontier(FIGURES / "frontier.png")
+        staleness_study.draw(load(staleness_study.RESULTS), FIGURES / "staleness.png")
     for page, text in stale:
         print(f"{'out of date' if arguments.check else 'updated'}: {page.relative_to(ROOT)}")
         if not arguments.check:
