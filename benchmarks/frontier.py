@@ -13,8 +13,7 @@ from typing import Any
 from masterless.train.experiment import Experiment
 
 SMALL, MEDIUM, LARGE = {"d_model": 64}, {}, {"d_model": 208}
-STANDARD = {"steps": 1500, "lr": 2e-3, "betas": (0.9, 0.95), "eval_batches": 128}
-LONG = {**STANDARD, "steps": 3000}
+STANDARD = {"steps": 1500, "betas": (0.9, 0.95), "eval_batches": 128}
 BETA2 = 0.95
 FP32_STATES = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
 DROP = {"error_compensation": False}
@@ -24,11 +23,12 @@ GRADIENT_UNITS = {"moment_units": "gradient"}
 
 @dataclass(frozen=True)
 class Recipe:
-    """Formats and options of a run, without model, length or learning rate."""
+    """Formats and options of a run, with the learning rate that part "learning-rate" found for its family."""
 
     label: str
     weights: str | None
     options: Mapping[str, Any]
+    lr: float = 1e-3
     optimizer: str = "AdamW"
 
     def at(self, label: str = "", *, model: Mapping[str, Any] = MEDIUM, seed: int = 0, **settings: Any) -> Experiment:
@@ -39,7 +39,7 @@ class Recipe:
             optimizer=self.optimizer,
             options=self.options,
             model=model,
-            settings={**STANDARD, **settings},
+            settings={**STANDARD, "lr": self.lr, **settings},
             seed=seed,
         )
 
@@ -55,7 +55,8 @@ def low_bit(weights: str, first: str, beta1: float, second: str, note: str = "",
     """A recipe labelled by its formats: weights, first moment with its beta1, second moment."""
     moment = "no m" if first == "none" else f"{first} m (b1 {beta1:.2g})"
     label = ", ".join(filter(None, (weights, moment, f"{second} v", note)))
-    return Recipe(label, weights, states(first, second, beta1, **options))
+    dithered = first != "none" and options.get("weight_rounding") != "nearest"
+    return Recipe(label, weights, states(first, second, beta1, **options), lr=2e-3 if dithered else 1e-3)
 
 
 def full(beta1: float) -> Recipe:
@@ -70,16 +71,24 @@ def exact_states(weights: str, note: str, beta1: float, **options: Any) -> Recip
     return Recipe(f"{weights}, b1 {beta1:.2g}, {note}", weights, {**states("fp32", "fp32", beta1), **options})
 
 
-FP32 = full(0.9)
+def dropped(weights: str, first: str, beta1: float, second: str) -> Recipe:
+    """Stochastic rounding of the weight under a held scale, its error neither injected nor kept."""
+    return low_bit(weights, first, beta1, second, "error dropped", **DROP)
+
+
+FP32, FP32_BEST = full(0.9), full(0.527)
 ONE_BYTE = low_bit("int8", "none", 0.0, "factored", **DROP)
 ONE_BYTE_INT4 = low_bit("int4+4", "none", 0.0, "factored", **DROP)
-SIX_TWO = low_bit("int6", "int2", 0.527, "factored")
-VISIBLE4_TWO = low_bit("int4+2", "int2", 0.527, "factored")
+SIX_TWO = dropped("int6", "int2", 0.527, "factored")
+VISIBLE4_TWO = dropped("int4+2", "int2", 0.527, "factored")
+FOUR_FOUR = dropped("int4", "int4", 0.82, "factored")
 EIGHT_TWO = low_bit("int8", "int2", 0.527, "factored")
-VISIBLE4_4_TWO = low_bit("int4+4", "int2", 0.527, "factored")
+EIGHT_TWO_DROPPED = dropped("int8", "int2", 0.527, "factored")
+VISIBLE4_4_TWO = dropped("int4+4", "int2", 0.527, "factored")
 INT4_NEAREST = low_bit("int4", "int4", 0.35, "log2", "nearest weights", **NEAREST)
-INT4_DITHERED = low_bit("int4", "int4", 0.82, "log2")
+INT4_DROPPED = dropped("int4", "int4", 0.82, "log2")
 FP8 = low_bit("fp8", "int4", 0.82, "log2")
+FP8_DROPPED = dropped("fp8", "int4", 0.82, "log2")
 VISIBLE4_4 = low_bit("int4+4", "int4", 0.82, "log2")
 TWO_BYTES = low_bit("int8", "int8", 0.82, "log2")
 
@@ -113,7 +122,7 @@ def learning_rate() -> list[Experiment]:
         (full(0.527), (1e-3, 2e-3)),
         (full(0.35), (1e-3, 2e-3)),
         (full(0.0), (1e-3, 2e-3)),
-        *((recipe, (1e-3, 2e-3)) for recipe in (ONE_BYTE, SIX_TWO, EIGHT_TWO, INT4_NEAREST)),
+        *((recipe, (1e-3, 2e-3)) for recipe in (ONE_BYTE, EIGHT_TWO, INT4_NEAREST)),
         (FP8, (5e-4, 1e-3, 2e-3)),
     ]
     return [recipe.at(f"{recipe.label}, lr {lr:g}", lr=lr) for recipe, rates in grid for lr in rates]
@@ -123,18 +132,19 @@ def one_byte() -> list[Experiment]:
     """What is the best use of 8 bits a parameter? Weights plus first moment, with a factored second moment."""
     rows = [
         FP32,
+        FP32_BEST,
         full(0.0),
         ONE_BYTE,
         SIX_TWO,
-        low_bit("int6", "int2", 0.527, "factored", "rounding error dropped", **DROP),
+        low_bit("int6", "int2", 0.527, "factored"),
+        FOUR_FOUR,
         low_bit("int4", "int4", 0.35, "factored", "nearest weights", **NEAREST),
-        low_bit("int4", "int4", 0.82, "factored"),
         ONE_BYTE_INT4,
         VISIBLE4_TWO,
-        low_bit("int4", "int2", 0.527, "factored"),
+        dropped("int4", "int2", 0.527, "factored"),
     ]
     lion = [
-        Recipe("Lion, int4, int4 m", "int4", {"exp_avg": "int4", "betas": (0.9, 0.99), **DROP}, "Lion").at(
+        Recipe("Lion, int4, int4 m", "int4", {"exp_avg": "int4", "betas": (0.9, 0.99), **DROP}, 0.0, "Lion").at(
             f"Lion: int4, int4 m, no v, lr {lr:g}", lr=lr
         )
         for lr in (3e-4, 6e-4)
@@ -146,6 +156,7 @@ def combinations() -> list[Experiment]:
     """Weights x first moment x second moment, first moment in raw and in update units (one seed)."""
     rows = [
         FP32,
+        FP32_BEST,
         low_bit("int8", "int8", 0.9, "log8"),
         low_bit("int8", "int8", 0.9, "log2"),
         TWO_BYTES,
@@ -153,15 +164,17 @@ def combinations() -> list[Experiment]:
         low_bit("int8", "int4", 0.82, "factored"),
         low_bit("int8", "int2", 0.527, "log2"),
         EIGHT_TWO,
+        EIGHT_TWO_DROPPED,
         low_bit("int8", "int2", 0.527, "factored", "m in gradient units", **GRADIENT_UNITS),
         FP8,
+        FP8_DROPPED,
         low_bit("fp8", "int4", 0.82, "log2", "m in gradient units", **GRADIENT_UNITS),
         low_bit("fp8", "int2", 0.527, "factored"),
         INT4_NEAREST,
         low_bit("int4", "int4", 0.35, "log2", "nearest weights, m in gradient units", **NEAREST, **GRADIENT_UNITS),
-        INT4_DITHERED,
+        INT4_DROPPED,
+        low_bit("int4", "int4", 0.82, "log2"),
         low_bit("int4", "int4", 0.82, "log2", "m in gradient units", **GRADIENT_UNITS),
-        low_bit("int4", "int4", 0.9, "log2"),
         VISIBLE4_4,
         VISIBLE4_4_TWO,
     ]
@@ -187,20 +200,16 @@ def moments() -> list[Experiment]:
         ("int4 / log2, blocks of 64", {"exp_avg": "int4:64", "exp_avg_sq": "log2:64"}),
         ("int4 / log2, blocks of 256", {"exp_avg": "int4:256", "exp_avg_sq": "log2:256"}),
     ]
-    return [Experiment(label, options=options, settings=STANDARD) for label, options in rows]
+    return [Recipe(label, None, options).at() for label, options in rows]
 
 
 def hidden_bits() -> list[Experiment]:
     """Keep k hidden bits, inject the rest, both, or neither: INT4 seen by the forward pass, fp32 states, b1 .9."""
-    rows = [Experiment("fp32", options=FP32_STATES, settings=STANDARD)]
-    rows.append(Experiment("int4 master weights (QAT)", weights="int4+32", options=FP32_STATES, settings=STANDARD))
+    rows = [FP32.at(), exact_states("int4+32", "master weights (QAT)", 0.9).at()]
     for kept in (0, 2, 4, 6):
-        weights = f"int4+{kept}" if kept else "int4"
-        for compensate in (False, True):
-            policy = {"scale_policy": "held", "weight_rounding": "stochastic"} if not kept else {}
-            label = f"{kept} bits kept, the rest {'injected' if compensate else 'dropped'}"
-            options = {**FP32_STATES, **policy, "error_compensation": compensate}
-            rows.append(Experiment(label, weights=weights, options=options, settings=STANDARD))
+        for rest, options in (("dropped", DROP), ("injected", {})):
+            recipe = exact_states(f"int4+{kept}" if kept else "int4", "", 0.9, **options)
+            rows.append(recipe.at(f"{kept} bits kept, the rest {rest}"))
     return rows
 
 
@@ -220,20 +229,19 @@ def momentum() -> list[Experiment]:
     rows = [FP32, full(0.6), full(0.35)]
     for beta1 in (0.9, 0.6, 0.35):
         rows.append(exact_states("int4+32", "master weights (QAT)", beta1))
-        for rounding in ("stochastic", "nearest"):
-            defaults = {"scale_policy": "held", "error_compensation": True} if beta1 == 0.9 else {}
-            said = {"weight_rounding": rounding} if defaults or rounding == "nearest" else {}
-            rows.append(exact_states("int4", f"ECO {rounding}", beta1, **defaults, **said))
+        rows.append(exact_states("int4", "ECO stochastic", beta1))
+        rows.append(exact_states("int4", "ECO nearest", beta1, **NEAREST))
+        rows.append(exact_states("int4", "stochastic, error dropped", beta1, **DROP))
     return [recipe.at() for recipe in rows]
 
 
 def batch() -> list[Experiment]:
     """Does a small or no momentum survive a batch 8 times as large? 400 steps of 4096 tokens."""
-    rows = [FP32, full(0.527), full(0.35), full(0.0), ONE_BYTE, SIX_TWO, EIGHT_TWO, INT4_NEAREST, FP8]
+    rows = [FP32, FP32_BEST, full(0.35), full(0.0), ONE_BYTE, SIX_TWO, EIGHT_TWO, INT4_NEAREST, FP8]
     return [recipe.at(steps=400, batch_size=32, eval_batches=16) for recipe in rows]
 
 
-TREND = (FP32, full(0.527), ONE_BYTE, SIX_TWO, EIGHT_TWO, INT4_NEAREST, FP8)
+TREND = (FP32, FP32_BEST, ONE_BYTE, SIX_TWO, EIGHT_TWO, INT4_NEAREST, FP8)
 
 
 def length() -> list[Experiment]:
@@ -251,17 +259,16 @@ def presets() -> list[Experiment]:
     """The rows that decide: 1.04M parameters in the inner matrices, 3000 steps, 2 seeds."""
     rows = [
         FP32,
-        full(0.527),
+        FP32_BEST,
         Recipe("int4 master weights (QAT), b1 .53", "int4+32", states("fp32", "fp32", 0.527)),
-        FP8,
-        EIGHT_TWO,
-        INT4_NEAREST,
-        SIX_TWO,
-        ONE_BYTE,
-        VISIBLE4_4,
-        VISIBLE4_4_TWO,
-        VISIBLE4_TWO,
         TWO_BYTES,
+        FP8,
+        VISIBLE4_4,
+        EIGHT_TWO,
+        EIGHT_TWO_DROPPED,
+        INT4_NEAREST,
+        ONE_BYTE,
+        FOUR_FOUR,
         *PEERS,
     ]
     return [recipe.at(model=LARGE, seed=seed, steps=3000) for seed in (0, 1) for recipe in rows]
