@@ -8,6 +8,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -28,12 +31,23 @@ def load(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.exists() else []
 
 
+def end_with_parent(parent: int) -> None:
+    """Ends this process soon after its parent was killed: nobody would take its result."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def run_missing(jobs: Sequence[Job], run: Callable[[Job], Row], path: Path, workers: int = 2) -> Iterator[Row]:
     """Runs what is not in the file yet, each job in one of `workers` processes; rows are appended as they come."""
     done = {row["id"] for row in load(path)}
     todo = [job for job in jobs if identity(job) not in done]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), end_with_parent, (os.getpid(),)) as pool:
         waiting = {pool.submit(run, job): job for job in todo}
         for future in as_completed(waiting):
             job = waiting[future]
