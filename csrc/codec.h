@@ -3,7 +3,7 @@
 // Contract:
 //   * A span is a run of a row that starts at a chunk, and at a block unless one block covers all of it.
 //   * Float buffers hold the span's n numbers, then zeros up to a whole vector.
-//   * Random words, one an element, are drawn beforehand (`rules.h`); without words a number is rounded to nearest.
+//   * Random thresholds, one an element, are drawn beforehand (`rules.h`); without them a number is rounded to nearest.
 //   * Metadata is explicit: decoding reads what is stored; encoding is given the metadata to use, so that the
 //     scale of a block can be known before (held scales) or from elsewhere (rows longer than a span).
 #pragma once
@@ -20,7 +20,7 @@ inline namespace MASTERLESS_ISA {
 struct Span {
     int64_t row, col;
     int n;
-    uint64_t chunk;  // number of its first chunk in the whole parameter, for the random words
+    uint64_t chunk;  // number of its first chunk in the whole parameter, for the random bits
 };
 
 struct Codes {  // one byte a code; the finer bits of a weight apart
@@ -30,8 +30,17 @@ struct Codes {  // one byte a code; the finer bits of a weight apart
 
 struct Metadata {  // of one block
     float scale = 0.0f;
+    bool fits = false;  // it is known that no number of the block lies beyond the outermost levels
     LogBlock log;
 };
+
+// `scale` for numbers up to `absmax`.
+inline Metadata scaled_block(const MlStorage& s, float scale, float absmax) {
+    Metadata block;
+    block.scale = scale;
+    block.fits = absmax <= scale * s.max_level;
+    return block;
+}
 
 inline bool is_scaled(const MlStorage& s) { return s.kind >= ML_LINEAR && s.kind <= ML_LOG; }
 
@@ -80,11 +89,9 @@ class Summary {
     float largest() const { return absmax_; }
 
     Metadata fresh() const {
+        if (storage_.kind != ML_LOG) return scaled_block(storage_, scale_for(storage_, absmax_), absmax_);
         Metadata block;
-        if (storage_.kind == ML_LOG)
-            block.log = log_.finish(storage_);
-        else
-            block.scale = scale_for(storage_, absmax_);
+        block.log = log_.finish(storage_);
         return block;
     }
 
@@ -97,9 +104,9 @@ class Summary {
 // --- plain floats -------------------------------------------------------------------------------------------
 
 // fp32 to bf16 on the bits; a carry past the largest finite number is stopped there.
-inline vi round_bf16(vf x, const uint32_t* words) {
+inline vi round_bf16(vf x, const float* thresholds) {
     const vu b = (vu)bits(x), magnitude = b & 0x7FFFFFFFu;
-    const vu add = words ? dither(load<vu>(words)) : 0x7FFFu + ((magnitude >> 16) & 1u);
+    const vu add = thresholds ? dither(load<vf>(thresholds)) : 0x7FFFu + ((magnitude >> 16) & 1u);
     const vu rounded = min((magnitude + add) & 0xFFFF0000u, splat(kBf16Max));
     return (vi)(rounded | (b & 0x80000000u));
 }
@@ -114,9 +121,9 @@ inline void widen_floats(float* out, const uint16_t* in, int n) {
     for (; e < n; ++e) out[e] = from_bits((uint32_t)in[e] << 16);
 }
 
-inline void encode_bf16(uint16_t* out, const float* x, int n, const uint32_t* words, float* decoded) {
+inline void encode_bf16(uint16_t* out, const float* x, int n, const float* thresholds, float* decoded) {
     for (int e = 0; e < n; e += kLanes) {
-        const vi rounded = round_bf16(load<vf>(x + e), words ? words + e : nullptr);
+        const vi rounded = round_bf16(load<vf>(x + e), thresholds ? thresholds + e : nullptr);
         const vh upper = upper_half(rounded);
         std::memcpy(out + e, &upper, (size_t)(n - e < kLanes ? n - e : kLanes) * sizeof(uint16_t));
         if (decoded) store(decoded + e, from_bits(rounded));
@@ -125,16 +132,27 @@ inline void encode_bf16(uint16_t* out, const float* x, int n, const uint32_t* wo
 
 // --- scaled formats -----------------------------------------------------------------------------------------
 
+// Calls out(code) for a run of codes and stores the results; by a table if there are few codes.
+template <class Value>
+inline void decode_run(const uint8_t* codes, int length, int bits, float* out, Value&& value) {
+    if (bits <= kTableBits) {
+        const vf table = value(lane_numbers() & ((1 << bits) - 1));
+        for (int e = 0; e < length; e += kLanes) store(out + e, lookup(table, load_bytes(codes + e)));
+    } else {
+        for (int e = 0; e < length; e += kLanes) store(out + e, value(load_bytes(codes + e)));
+    }
+}
+
 template <class Grid>
 inline void decode_scaled(const Grid& grid, const MlStorage& s, const Span& span, const Codes& codes, float* out) {
-    const uint8_t *const visible = codes.visible, *const finer = codes.hidden;
     const int64_t first = metadata_index(s, span);
-    const int hidden = s.hidden;
+    const int hidden = s.hidden, bits = s.bits;
     for_each_run(span, s.block, [&](int e, int length, int block) {
         const float scale = read_scale(s, first + block) * (1.0f / (float)(1 << hidden));
+        if (!hidden)
+            return decode_run(codes.visible + e, length, bits, out + e, [&](vi code) { return grid.level(code) * scale; });
         for (int i = e; i < e + length; i += kLanes) {
-            vi code = load_bytes(visible + i);
-            if (hidden) code = (code << hidden) + load_bytes(finer + i);
+            const vi code = (load_bytes(codes.visible + i) << hidden) + load_bytes(codes.hidden + i);
             store(out + i, grid.level(code) * scale);
         }
     });
@@ -142,12 +160,14 @@ inline void decode_scaled(const Grid& grid, const MlStorage& s, const Span& span
 
 template <bool kStochastic, class Grid>
 inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span, const float* x,
-                          const uint32_t* words, const Metadata* blocks, const Codes& codes, float* decoded) {
+                          const float* thresholds, const Metadata* blocks, const Codes& codes, float* decoded) {
     alignas(64) float quotients[kChunk];
     uint8_t *const visible = codes.visible, *const finer = codes.hidden;
     const int hidden = s.hidden, zero_code = s.zero_code;
     const bool is_signed = s.is_signed;
+    const vf high = splat(s.limit), low = splat(is_signed ? -s.limit : 0.0f);
     for_each_run(span, s.block, [&](int e, int length, int block) {
+        const bool fits = blocks[block].fits;
         const float scale = blocks[block].scale, unit = scale * (1.0f / (float)(1 << hidden));
         const float* numerators = x + e;
         Divisor quotient;
@@ -158,10 +178,12 @@ inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span
             numerators = quotients;
         }
         for (int i = 0; i < length; i += kLanes) {
-            const vu random = kStochastic ? load<vu>(words + e + i) : vu{};
+            const vf threshold = kStochastic ? load<vf>(thresholds + e + i) : vf{};
+            vf t = quotient(load<vf>(numerators + i));
+            if (!fits) t = min(max(t, low), high);
             vi code;
-            const vf level = grid.template encode<kStochastic>(quotient(load<vf>(numerators + i)), random, code);
-            if (!is_signed) code -= (load<vf>(x + e + i) > 0.0f) & (code == zero_code);
+            const vf level = grid.template encode<kStochastic>(t, threshold, code);
+            if (!is_signed) code -= (load<vf>(x + e + i) > 0.0f) & ((code & 0xFFFF) == zero_code);
             if (hidden) {
                 store_bytes(finer + e + i, code & ((1 << hidden) - 1));
                 code >>= hidden;
@@ -173,24 +195,24 @@ inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span
 }
 
 template <class Grid, int kRounding>
-inline void encode_log(const MlStorage& s, const Span& span, const float* x, const uint32_t* words,
+inline void encode_log(const MlStorage& s, const Span& span, const float* x, const float* thresholds,
                        const Metadata* blocks, const Codes& codes) {
     uint8_t* const visible = codes.visible;
     for_each_run(span, s.block, [&](int e, int length, int block) {
         const Grid grid(blocks[block].log, s.bits);
         for (int i = e; i < e + length; i += kLanes) {
-            const vu random = kRounding == ML_NEAREST ? vu{} : load<vu>(words + i);
-            store_bytes(visible + i, grid.template encode<kRounding>(load<vf>(x + i), random));
+            const vf number = load<vf>(x + i);
+            const vf threshold = kRounding == ML_NEAREST ? vf{} : load<vf>(thresholds + i);
+            store_bytes(visible + i, grid.with_zeros(number, grid.template encode<kRounding>(number, threshold)));
         }
     });
 }
 
 inline void decode_log(const MlStorage& s, const Span& span, const Codes& codes, float* out) {
-    const uint8_t* const visible = codes.visible;
     const int64_t first = metadata_index(s, span);
     for_each_run(span, s.block, [&](int e, int length, int block) {
         const LogGrid grid(read_log_block(s, first + block), s.bits);
-        for (int i = e; i < e + length; i += kLanes) store(out + i, grid.level(load_bytes(visible + i)));
+        decode_run(codes.visible + e, length, s.bits, out + e, [&](vi code) { return grid.level(code); });
     });
 }
 
@@ -204,17 +226,29 @@ inline MlStorage visible_part(MlStorage s) {
     return s;
 }
 
-inline void decode(const MlStorage& s, int64_t cols, const Span& span, const Codes& codes, float* out) {
+inline uint8_t* packed_codes(const MlStorage& s, const Span& span) {
+    return s.codes + span.row * s.row_bytes + packed_offset(span.col, s.bits);
+}
+
+inline uint8_t* packed_hidden_codes(const MlStorage& s, const Span& span) {
+    return s.hidden_codes + span.row * s.hidden_row_bytes + packed_offset(span.col, s.hidden);
+}
+
+// Codes of eight bits are one byte each as they are stored, and need no buffer but for loose ends of a row.
+inline bool is_unpacked(const MlStorage& s, const Span& span) { return s.bits == 8 && span.n % kLanes == 0; }
+
+inline void decode(const MlStorage& s, int64_t cols, const Span& span, Codes codes, float* out) {
     const int64_t at = span.row * cols + span.col;
     if (s.kind == ML_BFLOAT16) {
         widen_floats(out, (const uint16_t*)s.values + at, span.n);
     } else if (s.values) {  // fp32, or a master copy
         copy_floats(out, (const float*)s.values + at, span.n);
     } else {
-        unpack(s.codes + span.row * s.row_bytes + packed_offset(span.col, s.bits), span.n, s.bits, codes.visible);
-        if (s.hidden)
-            unpack(s.hidden_codes + span.row * s.hidden_row_bytes + packed_offset(span.col, s.hidden), span.n, s.hidden,
-                   codes.hidden);
+        if (is_unpacked(s, span))
+            codes.visible = packed_codes(s, span);
+        else
+            unpack(packed_codes(s, span), span.n, s.bits, codes.visible);
+        if (s.hidden) unpack(packed_hidden_codes(s, span), span.n, s.hidden, codes.hidden);
         if (s.kind == ML_LOG)
             decode_log(s, span, codes, out);
         else
@@ -223,14 +257,14 @@ inline void decode(const MlStorage& s, int64_t cols, const Span& span, const Cod
     for (int e = span.n; e % kLanes; ++e) out[e] = 0.0f;
 }
 
-// Stores a span; `blocks` is its metadata (scaled formats), `words` its random words (null: round to nearest).
+// Stores a span; `blocks` is its metadata (scaled formats), `thresholds` its random numbers (null: to nearest).
 // `decoded`, if asked for, receives what decoding would give; with `dry` nothing is written.
-inline void encode(const MlStorage& s, int64_t cols, const Span& span, const float* x, const uint32_t* words,
-                   const Metadata* blocks, const Codes& codes, float* decoded, bool dry = false) {
+inline void encode(const MlStorage& s, int64_t cols, const Span& span, const float* x, const float* thresholds,
+                   const Metadata* blocks, Codes codes, float* decoded, bool dry = false) {
     const int64_t at = span.row * cols + span.col;
     if (s.kind == ML_BFLOAT16) {
         uint16_t* out = dry ? (uint16_t*)codes.visible : (uint16_t*)s.values + at;
-        return encode_bf16(out, x, span.n, words, decoded);
+        return encode_bf16(out, x, span.n, thresholds, decoded);
     }
     if (s.values) {  // fp32, or a master copy
         if (!dry) copy_floats((float*)s.values + at, x, span.n);
@@ -238,26 +272,26 @@ inline void encode(const MlStorage& s, int64_t cols, const Span& span, const flo
         if (s.kind == ML_FLOAT32) return;
         decoded = nullptr;
     }
+    const bool in_place = is_unpacked(s, span) && !dry;
+    if (in_place) codes.visible = packed_codes(s, span);
     if (s.kind == ML_LOG) {
-        if (!words)
-            encode_log<LogGrid, ML_NEAREST>(s, span, x, words, blocks, codes);
+        if (!thresholds)
+            encode_log<LogGrid, ML_NEAREST>(s, span, x, thresholds, blocks, codes);
         else if (s.rounding == ML_STOCHASTIC_LOG)
-            encode_log<LogGrid, ML_STOCHASTIC_LOG>(s, span, x, words, blocks, codes);
+            encode_log<LogGrid, ML_STOCHASTIC_LOG>(s, span, x, thresholds, blocks, codes);
         else if (s.bits == 2)
-            encode_log<TwoBitLogGrid, ML_STOCHASTIC>(s, span, x, words, blocks, codes);
+            encode_log<TwoBitLogGrid, ML_STOCHASTIC>(s, span, x, thresholds, blocks, codes);
         else
-            encode_log<LogGrid, ML_STOCHASTIC>(s, span, x, words, blocks, codes);
+            encode_log<LogGrid, ML_STOCHASTIC>(s, span, x, thresholds, blocks, codes);
     } else {
         with_grid(s, [&](const auto& grid) {
-            words ? encode_scaled<true>(grid, s, span, x, words, blocks, codes, decoded)
-                  : encode_scaled<false>(grid, s, span, x, words, blocks, codes, decoded);
+            thresholds ? encode_scaled<true>(grid, s, span, x, thresholds, blocks, codes, decoded)
+                       : encode_scaled<false>(grid, s, span, x, thresholds, blocks, codes, decoded);
         });
     }
     if (dry) return;
-    pack(codes.visible, span.n, s.bits, s.codes + span.row * s.row_bytes + packed_offset(span.col, s.bits));
-    if (s.hidden)
-        pack(codes.hidden, span.n, s.hidden,
-             s.hidden_codes + span.row * s.hidden_row_bytes + packed_offset(span.col, s.hidden));
+    if (!in_place) pack(codes.visible, span.n, s.bits, packed_codes(s, span));
+    if (s.hidden) pack(codes.hidden, span.n, s.hidden, packed_hidden_codes(s, span));
 }
 
 }  // namespace MASTERLESS_ISA

@@ -1,9 +1,10 @@
 // Grids of levels: how a number in units of its scale becomes a code. One class a family of formats.
 //
 // Contract, for each grid:
-//   * `encode<kStochastic>(t, words, code)` returns the level (in units of the scale) that t is rounded to, and its
+//   * `encode<kStochastic>(t, threshold, code)` returns the level (in units of the scale) that t is rounded to, and its
 //     code. Nearest: ties go to the even code. Stochastic: to the upper neighbour where (t - lower) exceeds
-//     threshold(words) * (upper - lower). Outside of the grid: the outermost level.
+//     threshold * (upper - lower). The code stands in the lowest 16 bits; those above may be anything.
+//   * t lies between the outermost levels.
 //   * `level(code)` is the way back.
 //   * t of the linear grid comes multiplied by 2^hidden, so that its levels are integers.
 #pragma once
@@ -16,27 +17,23 @@ inline namespace MASTERLESS_ISA {
 
 class LinearGrid {
   public:
-    explicit LinearGrid(const MlStorage& s)
-        : high_(splat(s.limit)), low_(splat(s.is_signed ? -s.limit : 0.0f)), zero_code_(s.zero_code) {}
+    explicit LinearGrid(const MlStorage& s) : shift_(splat(kShift + (float)s.zero_code)), zero_code_(s.zero_code) {}
 
     template <bool kStochastic>
-    vf encode(vf t, vu words, vi& code) const {
-        t = min(max(t, low_), high_);  // first, because the limits are levels: the result is the same
-        vf index;
-        if (kStochastic) {
-            const vf lower = floor(t);
-            index = select(t - lower > threshold(words), lower + 1.0f, lower);
-        } else {
-            index = round_even(t);  // zero codes are even, so an even index has an even code
-        }
-        code = to_int(index) + zero_code_;
-        return index;
+    vf encode(vf t, vf threshold, vi& code) const {
+        const vf shifted = kStochastic ? shifted_floor(t, shift_) : t + shift_;  // zero codes are even, as kShift is
+        const vf index = shifted - shift_;
+        code = bits(shifted);
+        if (!kStochastic) return index;
+        const vi up = t - index > threshold;
+        code = select(up, code + 1, code);
+        return select(up, index + 1.0f, index);
     }
 
     vf level(vi code) const { return to_float(code - zero_code_); }
 
   private:
-    vf high_, low_;
+    vf shift_;
     int32_t zero_code_;
 };
 
@@ -44,11 +41,11 @@ class LinearGrid {
 template <int E, int M, bool kSigned>
 class MinifloatGrid {
   public:
-    explicit MinifloatGrid(const MlStorage& s) : largest_(splat(s.limit)) {}
+    explicit MinifloatGrid(const MlStorage&) {}
 
     template <bool kStochastic>
-    vf encode(vf t, vu words, vi& code) const {
-        const vf a = min(magnitude(t), largest_);
+    vf encode(vf t, vf threshold, vi& code) const {
+        const vf a = magnitude(t);
         // Of the binade of `a` (the subnormals share the lowest one): its first code, and the gap of its levels.
         const vi exponent = max(bits(a) & 0x7F800000, splat(kLowestExponent << 23));
         const vf gap = from_bits(exponent - (M << 23));
@@ -65,7 +62,7 @@ class MinifloatGrid {
             // Upwards is away from zero for positive and towards it for negative numbers.
             const vi negative = kSigned ? (bits(t) < 0) : vi{};
             const vf distance = select(negative, (level + gap) - a, a - level);
-            const vi away = (distance > threshold(words) * gap) ^ negative;
+            const vi away = (distance > threshold * gap) ^ negative;
             level = select(away, level + gap, level);
             gaps -= away;
         }
@@ -87,7 +84,6 @@ class MinifloatGrid {
   private:
     static constexpr int kBias = (1 << (E - 1)) - 1;
     static constexpr int kLowestExponent = 127 + 1 - kBias;  // of the smallest normal number, biased as in fp32
-    vf largest_;
 };
 
 // Any rising table of at most 256 levels.
@@ -99,7 +95,7 @@ class TableGrid {
     }
 
     template <bool kStochastic>
-    vf encode(vf t, vu words, vi& code) const {
+    vf encode(vf t, vf threshold, vi& code) const {
         vi index{};  // the last level that is not above t, by bisection; `levels` is padded with infinities
         for (int stride = first_stride_; stride >= 1; stride /= 2) {
             const vi candidate = index + stride;
@@ -109,7 +105,7 @@ class TableGrid {
         const vf lower = gather(levels_, index), upper = gather(levels_, index + 1);
         vi up;
         if (kStochastic) {
-            up = t - lower > threshold(words) * (upper - lower);
+            up = t - lower > threshold * (upper - lower);
         } else {
             const vf middle = (lower + upper) * 0.5f;
             up = (t > middle) | ((t == middle) & ((lookup(index + 1) & 1) == 0));

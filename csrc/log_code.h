@@ -125,39 +125,56 @@ class LogStatistics {
     uint32_t minima_[8];
 };
 
-class LogGrid {
+// Codes of positive numbers in a block; `with_zeros` then turns them into those of a block that has zeros.
+class LogCodes {
+  public:
+    LogCodes(const LogBlock& block, int bits)
+        : has_zeros_(block.zero_flag || block.top == 0), last_((1 << bits) - 1 - block.zero_flag),
+          zero_code_(block.zero_flag ? (1 << bits) - 1 : 0) {}
+
+    vi with_zeros(vf x, vi code) const {
+        if (!has_zeros_) return code;
+        return select(bits(x) > 0, min(code, splat(last_)), splat(zero_code_));
+    }
+
+  protected:
+    bool has_zeros_;
+    int32_t last_, zero_code_;
+};
+
+class LogGrid : public LogCodes {
   public:
     LogGrid(const LogBlock& block, int bits)
-        : top_(splat(block.top)),
+        : LogCodes(block, bits),
+          top_(splat(block.top)),
           floor_(splat((int32_t)(block.top > 0))),
           step_(splat(block.step << kStepUnit)),
           units_(splat((uint32_t)block.step)),
           reciprocal_(splat(1.0f / (float)block.step)),
-          last_((1 << bits) - 1 - block.zero_flag),
-          zero_code_(block.zero_flag ? (1 << bits) - 1 : 0),
-          zero_flag_(block.zero_flag) {}
+          is_extreme_((block.top >> kStepUnit) <= (block.step << bits) || block.top == (int32_t)kBf16Max) {}
 
     template <int kRounding>
-    vi encode(vf x, vu words) const {
-        const vi depth = max(top_ - bits(x), vi{});
+    vi encode(vf x, vf threshold) const {
+        vi depth = top_ - bits(x);
+        if (is_extreme_) depth = max(depth, vi{});
         vi code;
         if (kRounding == ML_NEAREST) {
             code = steps_in((vu)depth + (units_ << (kStepUnit - 1)));
         } else if (kRounding == ML_STOCHASTIC_LOG) {
-            code = steps_in((vu)depth + ((dither(words) * units_) >> 3));  // u * step / 2^16
+            code = steps_in((vu)depth + ((dither(threshold) * units_) >> 3));  // u * step / 2^16
         } else {
             code = steps_in((vu)depth);
-            const vi upper_bits = below_top(code);
-            const vf upper = from_bits(max(upper_bits, floor_)), lower = from_bits(max(upper_bits - step_, floor_));
-            code -= x - lower <= threshold(words) * (upper - lower);
+            vi upper_bits = below_top(code), lower_bits = upper_bits - step_;
+            if (is_extreme_) upper_bits = max(upper_bits, floor_), lower_bits = max(lower_bits, floor_);
+            const vf upper = from_bits(upper_bits), lower = from_bits(lower_bits);
+            code = select(x - lower <= threshold * (upper - lower), code + 1, code);
         }
-        code = min(code, splat(last_));
-        return select(bits(x) > 0, code, splat(zero_code_));
+        return min(code, splat(last_));
     }
 
     vf level(vi code) const {
         const vi b = max(below_top(code), floor_);
-        return from_bits(zero_flag_ ? select(code == zero_code_, vi{}, b) : b);
+        return from_bits(has_zeros_ && zero_code_ ? select(code == zero_code_, vi{}, b) : b);
     }
 
   private:
@@ -174,39 +191,33 @@ class LogGrid {
     vi top_, floor_, step_;
     vu units_;
     vf reciprocal_;
-    int32_t last_, zero_code_;
-    bool zero_flag_;
+    bool is_extreme_;  // some code's level would not be positive, or a number may exceed the top
 };
 
 // The unbiased rounding of two-bit codes, where two comparisons find the interval: same result, fewer operations.
-class TwoBitLogGrid {
+class TwoBitLogGrid : public LogCodes {
   public:
-    TwoBitLogGrid(const LogBlock& block, int)
-        : top_(splat(block.top)), step_(splat(block.step << kStepUnit)), last_(3 - block.zero_flag),
-          zero_code_(block.zero_flag ? 3 : 0) {
-        for (int k = 0; k < 4; ++k) {
-            const int32_t b = block.top - k * (block.step << kStepUnit);
-            level_[k] = from_bits((uint32_t)(b > 0 ? b : block.top > 0));
-        }
+    TwoBitLogGrid(const LogBlock& block, int bits) : LogCodes(block, bits) {
+        const vi top = splat(block.top), step = splat(block.step << kStepUnit), floor = splat(block.top > 0 ? 1 : 0);
+        const vi upper = top - (lane_numbers() & 3) * step;
+        lower_ = from_bits(max(upper - step, floor));
+        gap_ = from_bits(max(upper, floor)) - lower_;
+        second_ = top - step;
+        third_ = second_ - step;
     }
 
     template <int kRounding>
-    vi encode(vf x, vu words) const {
+    vi encode(vf x, vf threshold) const {
         static_assert(kRounding == ML_STOCHASTIC, "the other roundings are LogGrid's");
-        const vi depth = top_ - bits(x), second = depth >= step_, third = depth >= step_ + step_;
-        const vf lower = select(third, splat(level_[3]), select(second, splat(level_[2]), splat(level_[1])));
-        const vf gap = select(third, splat(level_[2] - level_[3]),
-                              select(second, splat(level_[1] - level_[2]), splat(level_[0] - level_[1])));
-        vi code = select(third, splat(2), select(second, splat(1), vi{}));
-        code -= x - lower <= threshold(words) * gap;  // below the lowest level this always holds: code 3
-        code = min(code, splat(last_));
-        return select(bits(x) > 0, code, splat(zero_code_));
+        const vi interval = select(bits(x) <= third_, splat(2), select(bits(x) <= second_, splat(1), vi{}));
+        // Below the lowest level this always holds: code 3.
+        const vi down = x - lookup(lower_, interval) <= threshold * lookup(gap_, interval);
+        return select(down, interval + 1, interval);
     }
 
   private:
-    vi top_, step_;
-    int32_t last_, zero_code_;
-    float level_[4];
+    vf lower_, gap_;       // of the interval under a code
+    vi second_, third_;  // float bits of the uppermost numbers of these intervals
 };
 
 }  // namespace MASTERLESS_ISA

@@ -24,9 +24,9 @@ struct Workspace {
     alignas(64) float m[kMaxSpan + 80];
     alignas(64) float v[kMaxSpan + 112];
     alignas(64) float unit[kMaxSpan + 144];
-    alignas(64) uint32_t weight_words[kMaxSpan + 176];
-    alignas(64) uint32_t first_words[kMaxSpan + 208];
-    alignas(64) uint32_t second_words[kMaxSpan + 240];
+    alignas(64) float weight_thresholds[kMaxSpan + 176];
+    alignas(64) float first_thresholds[kMaxSpan + 208];
+    alignas(64) float second_thresholds[kMaxSpan + 240];
     alignas(64) uint8_t visible[2 * kMaxSpan + 64];
     alignas(64) uint8_t hidden[kMaxSpan + 64];
     Metadata blocks[kMaxBlocks];
@@ -48,8 +48,8 @@ class Pipeline {
     Pipeline(MlTask& task, Workspace& work, const Metadata* weight_scale, const float* mean_rows)
         : t_(task), b_(work), weight_scale_(weight_scale), mean_rows_(mean_rows),
           has_first_(task.first.kind != ML_NONE), inject_(task.inject_error && task.first.kind != ML_NONE),
-          rule_(rule_function(task.rule, has_first_)), weight_draw_(draw(task.weight, work.weight_words)),
-          first_draw_(draw(task.first, work.first_words)), second_draw_(draw(task.second, work.second_words)) {}
+          rule_(rule_function(task)), weight_draw_(draw(task.weight, work.weight_thresholds)),
+          first_draw_(draw(task.first, work.first_thresholds)), second_draw_(draw(task.second, work.second_thresholds)) {}
 
     static int64_t unit_length(const MlTask& t) { return t.tile > kSpan ? t.tile : kSpan; }
 
@@ -128,10 +128,10 @@ class Pipeline {
 
   private:
     // A master copy loses nothing, so its visible code is simply the nearest.
-    static Draw draw(const MlStorage& s, uint32_t* words) {
+    static Draw draw(const MlStorage& s, float* thresholds) {
         const bool plain = s.kind == ML_NONE || s.kind == ML_FLOAT32 || s.kind == ML_FACTORED;
         const bool master = is_scaled(s) && s.values;
-        return {s.key, plain || master || s.rounding == ML_NEAREST ? nullptr : words};
+        return {s.key, plain || master || s.rounding == ML_NEAREST ? nullptr : thresholds};
     }
 
     static constexpr float kLargest = 3.402823466e+38f;
@@ -139,7 +139,7 @@ class Pipeline {
 
     // Arrays are contiguous across rows, so what follows a span is what the next one reads.
     Upcoming after(const Span& s, const void* start, int bits) const {
-        return {(const char*)start + (s.row * t_.cols + s.col + s.n) * bits / 8, bits};
+        return {(const char*)start + (s.row * t_.cols + s.col + s.n) * bits / 8, kLanes * bits / 8};
     }
 
     Upcoming after(const Span& s, const MlStorage& stored) const {
@@ -159,9 +159,9 @@ class Pipeline {
     // Rounds and stores the target and the new moments.
     void finish(const Span& s, const Known& known) {
         round_weight(s, known.weight, false);
-        if (has_first_) store_moment(t_.first, s, b_.m, first_draw_.words, known.first);
+        if (has_first_) store_moment(t_.first, s, b_.m, first_draw_.thresholds, known.first);
         if (t_.second.kind != ML_NONE && t_.second.kind != ML_FACTORED)
-            store_moment(t_.second, s, b_.v, second_draw_.words, known.second);
+            store_moment(t_.second, s, b_.v, second_draw_.thresholds, known.second);
     }
 
     // Stores the target (unless `dry`), and injects what rounding lost into the first moment.
@@ -169,7 +169,7 @@ class Pipeline {
         const MlStorage& weight = t_.weight;
         const Metadata* blocks = known ? known : weight_blocks(s);
         float* decoded = inject_ ? b_.g : nullptr;  // the gradient is spent
-        encode(weight, t_.cols, s, w_, weight_draw_.words, blocks, b_.codes(), decoded, dry);
+        encode(weight, t_.cols, s, w_, weight_draw_.thresholds, blocks, b_.codes(), decoded, dry);
         if (is_scaled(weight) && !known) {
             const int64_t first = metadata_index(weight, s);
             for (int k = 0; k < block_count(weight, s.n); ++k) write_metadata(weight, first + k, blocks[k]);
@@ -190,13 +190,14 @@ class Pipeline {
         for (int k = 0; k < block_count(weight, s.n); ++k) {
             const int start = (int)(k * weight.block);
             const int64_t length = s.n - start < weight.block ? s.n - start : weight.block;
-            b_.blocks[k].scale = next_scale(weight, t_.scale_policy, absmax(b_.w + start, (int)length),
-                                            read_scale(weight, first + k));
+            const float peak = absmax(b_.w + start, (int)length);
+            const float scale = next_scale(weight, t_.scale_policy, peak, read_scale(weight, first + k));
+            b_.blocks[k] = scaled_block(weight, scale, peak);
         }
         return b_.blocks;
     }
 
-    void store_moment(const MlStorage& moment, const Span& s, const float* x, const uint32_t* words,
+    void store_moment(const MlStorage& moment, const Span& s, const float* x, const float* thresholds,
                       const Metadata* known) {
         const Metadata* blocks = known;
         if (!known && is_scaled(moment)) {
@@ -211,7 +212,7 @@ class Pipeline {
             }
             blocks = b_.blocks;
         }
-        encode(moment, t_.cols, s, x, words, blocks, b_.codes(), nullptr);
+        encode(moment, t_.cols, s, x, thresholds, blocks, b_.codes(), nullptr);
     }
 
     // --- a row that is one tile and does not fit into the buffers ---------------------------------------------

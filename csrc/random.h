@@ -12,38 +12,42 @@ inline namespace MASTERLESS_ISA {
 constexpr int kChunk = 128;  // elements packed together, and numbered together by the random bits
 constexpr uint32_t kWeyl = 0x9E3779B9u;
 
-struct ChunkRandom {
-    uint32_t a, b;
-
+// 32 random bits an element, of which the upper 16 are used, kLanes elements of a chunk after the other.
+class ChunkRandom {
+  public:
     ChunkRandom(uint64_t key, uint64_t chunk) {
         uint64_t z = key + (chunk + 1) * 0x9E3779B97F4A7C15u;
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
         z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
         z ^= z >> 31;
-        a = (uint32_t)z;
-        b = (uint32_t)(z >> 32);
+        counter_ = (uint32_t)z + (vu)lane_numbers() * kWeyl;
+        offset_ = splat((uint32_t)(z >> 32));
     }
 
-    // 32 random bits, of which the upper 16 are used, for elements `e ... e + kLanes - 1` of the chunk.
-    vu words(int e) const {
-        vu x = (a + (uint32_t)e * kWeyl) + (vu)lane_numbers() * kWeyl;
-        return (x ^ (x >> 16)) * 0x85EBCA6Bu + b;
+    vu next() {
+        const vu x = counter_;
+        counter_ += kLanes * kWeyl;
+        return (x ^ (x >> 16)) * 0x85EBCA6Bu + offset_;
     }
+
+  private:
+    vu counter_, offset_;
 };
 
-// Where one stored tensor's random words of a span go; none if it is rounded to nearest.
-struct Draw {
-    uint64_t key = 0;
-    uint32_t* words = nullptr;
-};
-
-// Integers below 2^16.
-inline vu dither(vu words) { return words >> 16; }
-
-// (u + 1/2) / 2^16, exact: u becomes the upper mantissa bits of a float in [1, 2).
+// What stochastic rounding compares a fraction with: (u + 1/2) / 2^16, exact, for u becomes the upper mantissa bits of a
+// float in [1, 2).
 inline vf threshold(vu words) {
     return from_bits((vi)(((words >> 9) & 0x7FFF80u) | 0x3F800040u)) - 1.0f;
 }
+
+// The integer u below 2^16 that a threshold was made of.
+inline vu dither(vf threshold) { return ((vu)bits(threshold + 1.0f) >> 7) & 0xFFFFu; }
+
+// Where the thresholds of one stored tensor go, one an element; nowhere if it is rounded to nearest.
+struct Draw {
+    uint64_t key = 0;
+    float* thresholds = nullptr;
+};
 
 }  // namespace MASTERLESS_ISA
 }  // namespace masterless

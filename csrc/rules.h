@@ -12,12 +12,13 @@
 namespace masterless {
 inline namespace MASTERLESS_ISA {
 
-struct Scalars {
-    float step_size, decay, l2, keep1, rate1, keep2, rate2, bias2, eps, clip, inject;
+struct Scalars {  // as vectors, so that no loop has to spread them
+    vf step_size, decay, l2, keep1, rate1, keep2, rate2, bias2, eps, clip, inject;
 
     explicit Scalars(const MlTask& t)
-        : step_size(t.step_size), decay(t.decay), l2(t.l2), keep1(t.keep1), rate1(t.rate1), keep2(t.keep2),
-          rate2(t.rate2), bias2(t.bias2), eps(t.eps), clip(t.clip), inject(t.inject) {}
+        : step_size(splat(t.step_size)), decay(splat(t.decay)), l2(splat(t.l2)), keep1(splat(t.keep1)),
+          rate1(splat(t.rate1)), keep2(splat(t.keep2)), rate2(splat(t.rate2)), bias2(splat(t.bias2)),
+          eps(splat(t.eps)), clip(splat(t.clip)), inject(splat(t.inject)) {}
 };
 
 // This step's innovation (g * g for most rules) to the updated average; a factored one was updated before.
@@ -115,7 +116,7 @@ struct Adafactor {
     template <bool kFirst> static constexpr bool has_denominator() { return !kFirst; }
     template <bool kFirst> static Update step(vf g, vf m, const SecondMoment& second_moment, const Scalars& c) {
         const vf v = second_moment(g * g);
-        const vf d = max(sqrt(v), splat(c.eps));
+        const vf d = max(sqrt(v), c.eps);
         if (!kFirst) return {vf{}, v, g, d};
         m = ema(m, (g / d) * c.clip, c);
         return {m, v, m, vf{}};
@@ -123,17 +124,20 @@ struct Adafactor {
 };
 
 // Gradient to descend on, from the one as stored.
-inline vf descent_gradient(vf g, vf w, float sign, bool has_l2, float l2) {
+inline vf descent_gradient(vf g, vf w, float sign, bool has_l2, vf l2) {
     g = g * sign;  // exact
     return has_l2 ? g + w * l2 : g;
 }
 
 // What the next span will read, asked for a little at a time while this one is computed: the larger streams only.
 struct Upcoming {
-    const char* start;
-    int bits;  // an element
+    const char* at;
+    int bytes;  // that kLanes elements take
 
-    void ask_for(int e) const { __builtin_prefetch(start + e * bits / 8, 1); }
+    void ask_for_more() {
+        __builtin_prefetch(at, 1);
+        at += bytes;
+    }
 };
 
 struct TileBuffers {
@@ -144,59 +148,62 @@ struct TileBuffers {
 };
 
 // One rule over a span: w becomes the target W~, m and v the new moments, unit the factor of error injection.
-// The random words of the span are drawn along the way, for a rule mostly waits for division and square root.
-template <class Rule, bool kFirst>
-void apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& b) {
+// The random numbers of the span are drawn along the way, for a rule mostly waits for division and square root.
+template <class Rule, bool kFirst, bool kFactored>
+void apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& buffers) {
+    const TileBuffers b = buffers;  // a copy, which no store below can change
     const Scalars c(task);
-    const bool second_is_current = task.second.kind == ML_FACTORED, inject = task.inject_error && kFirst;
+    const bool inject = task.inject_error && kFirst;
     const float sign = task.maximize ? -1.0f : 1.0f;
     const bool has_l2 = task.has_l2;
-    float *const weights = b.w, *const firsts = b.m, *const seconds = b.v, *const units = b.unit;
-    const float* const gradients = b.g;
-    uint32_t *const weight_words = b.weight.words, *const first_words = b.first.words,
-                   *const second_words = b.second.words;
-    const Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight;
+    Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight;
     for (int start = 0; start < n; start += kChunk, ++chunk) {
-        const ChunkRandom weight_random(b.weight.key, chunk), first_random(b.first.key, chunk),
+        ChunkRandom weight_random(b.weight.key, chunk), first_random(b.first.key, chunk),
             second_random(b.second.key, chunk);
         const int stop = n - start < kChunk ? n : start + kChunk;
         for (int e = start; e < stop; e += kLanes) {
-            next_gradient.ask_for(e);
-            next_weight.ask_for(e);
-            const vf w = load<vf>(weights + e);
-            const vf g = descent_gradient(load<vf>(gradients + e), w, sign, has_l2, c.l2);
-            const SecondMoment second{Rule::kSecond ? load<vf>(seconds + e) : vf{}, second_is_current, c};
-            const Update u = Rule::template step<kFirst>(g, kFirst ? load<vf>(firsts + e) : vf{}, second, c);
+            next_gradient.ask_for_more();
+            next_weight.ask_for_more();
+            const vf w = load<vf>(b.w + e);
+            const vf g = descent_gradient(load<vf>(b.g + e), w, sign, has_l2, c.l2);
+            const SecondMoment second{Rule::kSecond ? load<vf>(b.v + e) : vf{}, kFactored, c};
+            const Update u = Rule::template step<kFirst>(g, kFirst ? load<vf>(b.m + e) : vf{}, second, c);
             constexpr bool kDenominator = Rule::template has_denominator<kFirst>();
             const vf moved = kDenominator ? u.direction / u.denominator : u.direction;
-            store(weights + e, w * c.decay - moved * c.step_size);
-            if (kFirst) store(firsts + e, u.first);
-            if (Rule::kSecond) store(seconds + e, u.second);
-            if (inject) store(units + e, kDenominator ? u.denominator * c.inject : splat(c.inject));
-            if (weight_words) store(weight_words + e, weight_random.words(e - start));
-            if (first_words) store(first_words + e, first_random.words(e - start));
-            if (second_words) store(second_words + e, second_random.words(e - start));
+            store(b.w + e, w * c.decay - moved * c.step_size);
+            if (kFirst) store(b.m + e, u.first);
+            if (Rule::kSecond) store(b.v + e, u.second);
+            if (inject) store(b.unit + e, kDenominator ? u.denominator * c.inject : c.inject);
+            if (b.weight.thresholds) store(b.weight.thresholds + e, threshold(weight_random.next()));
+            if (b.first.thresholds) store(b.first.thresholds + e, threshold(first_random.next()));
+            if (b.second.thresholds) store(b.second.thresholds + e, threshold(second_random.next()));
         }
     }
 }
 
 using RuleFunction = void (*)(const MlTask&, int, uint64_t, const TileBuffers&);
 
-template <class Rule>
-RuleFunction choose(bool has_first) {
-    return has_first ? apply_rule<Rule, true> : apply_rule<Rule, false>;
+template <class Rule, bool kFirst>
+RuleFunction choose(bool factored) {
+    return Rule::kSecond && factored ? apply_rule<Rule, kFirst, Rule::kSecond> : apply_rule<Rule, kFirst, false>;
 }
 
-inline RuleFunction rule_function(int32_t rule, bool has_first) {
-    switch (rule) {
-        case ML_ADAM: return choose<Adam>(has_first);
-        case ML_ADAM_UPDATE_UNITS: return choose<AdamUpdateUnits>(has_first);
-        case ML_ADABELIEF: return choose<AdaBelief>(has_first);
-        case ML_RMSPROP: return choose<RmsProp>(has_first);
-        case ML_SGD: return choose<Sgd<false>>(has_first);
-        case ML_SGD_NESTEROV: return choose<Sgd<true>>(has_first);
-        case ML_LION: return choose<Lion>(has_first);
-        default: return choose<Adafactor>(has_first);
+template <class Rule>
+RuleFunction choose(const MlTask& task) {
+    const bool factored = task.second.kind == ML_FACTORED;
+    return task.first.kind != ML_NONE ? choose<Rule, true>(factored) : choose<Rule, false>(factored);
+}
+
+inline RuleFunction rule_function(const MlTask& task) {
+    switch (task.rule) {
+        case ML_ADAM: return choose<Adam>(task);
+        case ML_ADAM_UPDATE_UNITS: return choose<AdamUpdateUnits>(task);
+        case ML_ADABELIEF: return choose<AdaBelief>(task);
+        case ML_RMSPROP: return choose<RmsProp>(task);
+        case ML_SGD: return choose<Sgd<false>>(task);
+        case ML_SGD_NESTEROV: return choose<Sgd<true>>(task);
+        case ML_LION: return choose<Lion>(task);
+        default: return choose<Adafactor>(task);
     }
 }
 

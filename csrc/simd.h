@@ -80,17 +80,23 @@ inline vu min(vu a, vu b) { return a < b ? a : b; }
 
 inline vf magnitude(vf x) { return from_bits(bits(x) & 0x7FFFFFFF); }
 
+// A float of this size has no fraction, so adding kShift to a smaller number rounds that to an integer, which then
+// stands in the lowest bits. `shifted_floor` is floor(x) + shift for a shift near kShift.
+constexpr float kShift = 0x1.8p23f;
+// `lookup(table, index)` is table[index] for indices of up to kTableBits bits; higher bits do not count.
+
 #if defined(__AVX512F__)
 inline vi load_bytes(const uint8_t* p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline vi load_halves(const uint16_t* p) { return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 inline vf min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 inline vf max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 inline vf sqrt(vf x) { return (vf)_mm512_sqrt_ps((__m512)x); }
-inline vf floor(vf x) { return (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
-inline vf round_even(vf x) {
-    return (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+inline vf shifted_floor(vf x, vf shift) {
+    return (vf)_mm512_add_round_ps((__m512)x, (__m512)shift, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
+constexpr int kTableBits = 4;
 inline vf gather(const float* table, vi index) { return (vf)_mm512_i32gather_ps((__m512i)index, table, 4); }
+inline vf lookup(vf table, vi index) { return (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)table); }
 constexpr bool kHasFma = true;
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 inline float horizontal_max(vf x) { return _mm512_reduce_max_ps((__m512)x); }
@@ -102,8 +108,9 @@ inline vi load_halves(const uint16_t* p) { return (vi)_mm256_cvtepu16_epi32(_mm_
 inline vf min(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
 inline vf max(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
 inline vf sqrt(vf x) { return (vf)_mm256_sqrt_ps((__m256)x); }
-inline vf floor(vf x) { return (vf)_mm256_floor_ps((__m256)x); }
-inline vf round_even(vf x) { return (vf)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline vf shifted_floor(vf x, vf shift) { return (vf)_mm256_floor_ps((__m256)x) + shift; }
+constexpr int kTableBits = 3;
+inline vf lookup(vf table, vi index) { return (vf)_mm256_permutevar8x32_ps((__m256)table, (__m256i)index); }
 inline vf gather(const float* table, vi index) { return (vf)_mm256_i32gather_ps(table, (__m256i)index, 4); }
 constexpr bool kHasFma = true;
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
@@ -129,13 +136,15 @@ inline vf sqrt(vf x) {
     for (int i = 0; i < kLanes; ++i) x[i] = __builtin_sqrtf(x[i]);
     return x;
 }
-inline vf floor(vf x) {
+inline vf shifted_floor(vf x, vf shift) {
     for (int i = 0; i < kLanes; ++i) x[i] = __builtin_floorf(x[i]);
-    return x;
+    return x + shift;
 }
-inline vf round_even(vf x) {
-    for (int i = 0; i < kLanes; ++i) x[i] = __builtin_nearbyintf(x[i]);
-    return x;
+constexpr int kTableBits = 2;
+inline vf lookup(vf table, vi index) {
+    vf v;
+    for (int i = 0; i < kLanes; ++i) v[i] = table[index[i] & (kLanes - 1)];
+    return v;
 }
 inline vf gather(const float* table, vi index) {
     vf v;

@@ -110,7 +110,7 @@ inline void load_descent_gradient(const MlTask& t, Pipeline& p, Workspace& work,
     if (t.has_l2 || need_weight) p.decode_weight(s);
     for (int e = 0; e < s.n; e += kLanes)
         store(work.g + e, descent_gradient(load<vf>(p.gradient() + e), t.has_l2 ? load<vf>(work.w + e) : vf{},
-                                           t.maximize ? -1.0f : 1.0f, t.has_l2, t.l2));
+                                           t.maximize ? -1.0f : 1.0f, t.has_l2, splat(t.l2)));
 }
 
 // Buffer g becomes Adafactor's update before clipping, buffer w the weight.
