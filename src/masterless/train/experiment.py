@@ -35,7 +35,7 @@ from masterless.quantize import quantize_
 from masterless.train.build import memory_of
 from masterless.train.corpus import Corpus, stdlib_corpus, text_corpus
 from masterless.train.loop import TrainSettings, train
-from masterless.train.observe import Stalls, peak_memory
+from masterless.train.observe import Stalls, load_rows, peak_memory
 from masterless.weight import QuantizedTensor
 
 
@@ -148,18 +148,6 @@ def run(
         "machine": platform.machine(),
     }
     return row
-
-
-def load_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a result file; an unfinished last line (a killed run) is left out."""
-    rows = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-    return rows
 
 
 def run_all(

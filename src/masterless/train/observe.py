@@ -76,8 +76,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; an unfinished last line (a killed run) is left out."""
+def load_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines; an unfinished last line (a killed run) is left out."""
     rows = []
     if path.exists():
         for line in path.read_text().splitlines():

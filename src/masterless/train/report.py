@@ -11,7 +11,7 @@ from typing import Any
 
 from .checkpoint import write_atomically
 from .config import FIELDS, RunConfig, read_toml
-from .observe import read_metrics
+from .observe import load_rows
 from .svg import Series, clip_definition, histogram, legend, line_chart, scatter
 
 ROLES = ("weights", "first moment", "second moment", "gradients")
@@ -71,7 +71,7 @@ svg text.mark{font-size:15px}.figures{grid-template-columns:1fr 1fr}.figures b{f
 def write_run_report(folder: Path) -> Path:
     """Writes ``report.html`` of a run from the files in its directory."""
     config = RunConfig(**read_toml(folder / "config.toml"))
-    rows = read_metrics(folder / "metrics.jsonl")
+    rows = load_rows(folder / "metrics.jsonl")
     summary = json.loads((folder / "summary.json").read_text())
     loss = summary["validation_loss"]
     figures = [

@@ -39,7 +39,7 @@ from .config import MODEL_KEYS, ConfigError, RunConfig, read_toml, refuse_existi
 from .corpus import END_OF_DOCUMENT, Corpus
 from .display import Display, Speed, Status
 from .loop import StepReport, train
-from .observe import MetricsFile, Stalls, peak_memory, read_metrics, stalled_share
+from .observe import MetricsFile, Stalls, load_rows, peak_memory, stalled_share
 from .signals import StopFlag
 
 TOKENIZER = "tokenizer.json"
@@ -175,7 +175,7 @@ def execute(run: Run, display: Display, stop: StopFlag, sample: int = 0, tensorb
     settings = build_settings(config)
     writer = _summary_writer(run.folder / "tensorboard", run.step) if tensorboard else None
     metrics = MetricsFile(run.folder / "metrics.jsonl", run.metrics_bytes)
-    earlier = read_metrics(run.folder / "metrics.jsonl")
+    earlier = load_rows(run.folder / "metrics.jsonl")
     last_evaluation = next((r for r in reversed(earlier) if r.get("validation_loss") is not None), None)
     validation = None if last_evaluation is None else last_evaluation["validation_loss"]
     stalled = next((stalled_share(r["stalls"]) for r in reversed(earlier) if "stalls" in r), None)
