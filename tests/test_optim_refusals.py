@@ -152,3 +152,19 @@ def test_what_torch_refuses_is_refused_as_torch_does():
 def test_values_of_a_wrong_type_do_not_pass(bad):
     with pytest.raises((TypeError, ValueError)):
         ml.AdamW([parameter()], **bad)
+
+
+@pytest.mark.parametrize("cls", [ml.AdamW, ml.SGD, ml.RMSprop, ml.Adafactor])
+@pytest.mark.parametrize("value", [-1e-3, float("nan"), float("inf")])
+def test_an_impossible_next_lr_is_refused(cls, value):
+    """By the constructor, and by the step: schedules write it into the group."""
+    refused = pytest.raises(ValueError, match=rf"next_lr={value}.*must be finite and not negative; pass it, or None")
+    with refused:
+        cls([parameter()], next_lr=value)
+    p = parameter()
+    optimizer = cls([p], backend="reference")
+    p.grad = torch.ones_like(p)
+    optimizer.param_groups[0]["next_lr"] = value
+    with refused:
+        optimizer.step()
+    assert torch.equal(p, parameter())

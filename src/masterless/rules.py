@@ -143,11 +143,25 @@ def _lost_share(persistence: float) -> float:
     return 1.0 - 1.0 / persistence if persistence > 0.0 else 0.0
 
 
+def check_next_lr(value: Any) -> None:
+    """Raises a ValueError for a `next_lr` that no step can have."""
+    if value is not None and not 0.0 <= float(value) < math.inf:
+        raise ValueError(
+            f"next_lr={value!r}: error compensation divides by the next step's learning rate, which must be finite and "
+            f"not negative; pass it, or None to aim at the present one"
+        )
+
+
+def _aimed_lr(group: Mapping[str, Any]) -> float:
+    """The learning rate that error compensation aims at: the next step's where it is known, else the present one."""
+    check_next_lr(group["next_lr"])  # here, too: schedules write into the group
+    return float(group["lr"] if group["next_lr"] is None else group["next_lr"])
+
+
 def adam_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
     """Scalars of Adam, AdamW and AdaBelief after `t1` (`t2`) updates of the first (second) moment."""
     lr, wd = float(group["lr"]), group["weight_decay"]
     beta1, beta2 = group["betas"]
-    next_lr = lr if group["next_lr"] is None else float(group["next_lr"])
     bias1 = 1.0 - beta1**t1
     return Scalars(
         step_size=lr / bias1,
@@ -159,7 +173,7 @@ def adam_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
         rate2=1.0 - beta2,
         bias2=1.0 / math.sqrt(1.0 - beta2**t2),
         eps=group["eps"],
-        inject=_inverse_step(_lost_share(beta1), next_lr / bias1),
+        inject=_inverse_step(_lost_share(beta1), _aimed_lr(group) / bias1),
     )
 
 
@@ -173,14 +187,13 @@ def rmsprop_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
         keep2=alpha,
         rate2=1.0 - alpha,
         eps=group["eps"],
-        inject=_inverse_step(_lost_share(mu), lr if group["next_lr"] is None else float(group["next_lr"])),
+        inject=_inverse_step(_lost_share(mu), _aimed_lr(group)),
     )
 
 
 def sgd_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
     """Scalars of SGD; like torch's, the first step ignores dampening."""
     lr, mu = float(group["lr"]), group["momentum"]
-    next_lr = lr if group["next_lr"] is None else float(group["next_lr"])
     # Nesterov reads the buffer through one more factor of mu, so the residue is stored larger by 1/mu.
     share = _lost_share(mu) / mu if group["nesterov"] else _lost_share(mu)
     return Scalars(
@@ -188,7 +201,7 @@ def sgd_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
         l2=group["weight_decay"],
         keep1=mu,
         rate1=1.0 if t1 == 1 else 1.0 - group["dampening"],
-        inject=_inverse_step(share, next_lr),
+        inject=_inverse_step(share, _aimed_lr(group)),
     )
 
 
@@ -209,7 +222,7 @@ def adafactor_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
     lr = float(group["lr"])
     rate2 = float(t2) ** group["beta2_decay"]
     step_size = min(lr, 1.0 / math.sqrt(t2))
-    next_size = step_size if group["next_lr"] is None else min(float(group["next_lr"]), 1.0 / math.sqrt(t2))
+    next_size = min(_aimed_lr(group), 1.0 / math.sqrt(t2))
     return Scalars(
         step_size=step_size,
         decay=1.0 - lr * group["weight_decay"],
