@@ -9,40 +9,13 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from weight_cases import FORMATS, mlp, quantized, random, same_storage, visible
 
 import masterless as ml
 from masterless.interop import load_safetensors, save_safetensors
 from masterless.models import GPT, GPTConfig
 from masterless.quantize import quantize_
 from masterless.weight import QuantizedTensor
-
-FORMATS = ["fp8", "int8", "int4", "int3", "int2", "fp4", "int4:tensor", "int4:row", "int4:64", "int4+4", "int4+32"]
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def quantized(*shape, format="int4", seed=0):
-    return nn.Parameter(QuantizedTensor.from_dense(random(*shape, seed=seed), format))
-
-
-def visible(p):
-    return p.detach().dequantize()
-
-
-def same_storage(a, b):
-    a, b = a.detach().stored.tensors, b.detach().stored.tensors
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def mlp(format="int4", seed=0):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
-    if format:
-        quantize_(model, format)
-    return model
-
 
 # --- torch's own ways ---------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
+from weight_cases import quantized, random
 
 import masterless as ml
 from masterless.formats import FormatError
@@ -17,14 +18,6 @@ from masterless.weight import QuantizedTensor, as_weight
 
 DENSE = GPTConfig(vocab_size=64, n_layer=2, n_head=2, d_model=64, seq_len=16)
 SPARSE = GPTConfig(vocab_size=64, n_layer=2, n_head=2, d_model=64, seq_len=16, n_experts=4)
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def quantized(*shape, format="int4", seed=0):
-    return nn.Parameter(QuantizedTensor.from_dense(random(*shape, seed=seed), format))
 
 
 def names(decisions):
@@ -111,6 +104,50 @@ def test_what_is_left_alone_and_why():
     assert "conv1d.weight" in names(everything.quantized) and "output.weight" in names(everything.quantized)
     assert "too small" in reasons(everything)["narrow.weight"]  # what cannot be stored so is not, even if included
     assert reasons(everything)["integers"] == "dtype torch.int64"
+
+
+class Conv1D(nn.Module):
+    """As in transformers, where GPT-2 is made of it: a linear layer whose weight is [in, out]."""
+
+    __module__ = "transformers.pytorch_utils"
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.02)
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+def test_conv1d_of_transformers_is_a_linear_layer():
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv1D(96, 64), nn.GELU(), Conv1D(64, 96))
+    report = quantize_(model, "int4")
+    assert stored(model) == {"0.weight", "2.weight"}
+    assert reasons(report)["0.weight"] == "matrix [in, out]: its scales run along outputs"
+    assert model[0].weight.shape == (64, 96) and model[0].weight.stored.tensors["scale"].shape == (64, 1)
+    x = random(5, 3, 64)
+    expected = dequantize_(copy.deepcopy(model))
+    for m in (model, expected):
+        m(x).square().sum().backward()
+    assert torch.equal(model(x), expected(x)) and torch.equal(model[0].weight.grad, expected[0].weight.grad)
+    optimizer = ml.AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 4
+
+
+def test_another_conv1d_is_not():
+    other = type("Conv1D", (nn.Module,), {"__module__": "somewhere"})()
+    other.weight = nn.Parameter(random(64, 64))
+    assert reasons(quantize_(nn.Sequential(other)))["0.weight"].startswith("not a linear layer (Conv1D)")
 
 
 def test_a_model_that_names_its_own_head():

@@ -33,5 +33,6 @@ def same_storage(a, b):
 def mlp(format="int4", seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
-    quantize_(model, format)
+    if format:
+        quantize_(model, format)
     return model

@@ -4,6 +4,8 @@ Contract:
     * What is quantized is decided by explicit rules and full shapes, and reported parameter by parameter with the
       reason. By default: the weights of linear layers and stacks of expert matrices, but not embeddings, norms,
       biases, routers or the output head.
+    * A weight is stored in the layout it has. Hugging Face's `Conv1D` (GPT-2) is a linear layer with its weight as
+      ``[in, out]``: a row, and so a scale, belongs to one input and runs along the outputs.
     * A parameter shared by several modules is quantized once and stays shared.
     * `quantize_` replaces parameters: build the optimizer afterwards.
 """
@@ -127,7 +129,7 @@ def quantize_(
             chosen, reason = default, "included"
         else:
             reason = _why_not(name, module, p, module is head, id(p) in embedded)
-            chosen, reason = (None, reason) if reason else (default, "matrix")
+            chosen, reason = (None, reason) if reason else (default, _which(module))
         if chosen is not None:
             obstacle = _obstacle(module, p)
             chosen, reason = (None, obstacle) if obstacle else (chosen, reason)
@@ -199,7 +201,8 @@ def why_left(name: str, dim: int, layer: str, is_head: bool = False) -> str:
     Args:
         name: the parameter's full name.
         dim: its number of dimensions.
-        layer: what holds it: "linear", "embedding", "norm", or the name of any other module type.
+        layer: what holds it: "linear", "transposed linear" (``[in, out]``), "embedding", "norm", or the name of any
+            other module type.
         is_head: whether the model itself calls it the output head.
     """
     parts = set(name.split("."))
@@ -213,7 +216,7 @@ def why_left(name: str, dim: int, layer: str, is_head: bool = False) -> str:
     if parts & _ROUTERS:
         return "router"
     experts = dim == 3 and not layer.startswith(("Conv", "Bilinear"))
-    if layer == "linear" or experts:
+    if layer in ("linear", "transposed linear") or experts:
         return ""
     return f"not a linear layer ({layer}); name it in include= to quantize it"
 
@@ -228,6 +231,8 @@ def too_small(shape: Sequence[int]) -> str:
 def _why_not(name: str, module: nn.Module, p: Tensor, is_head: bool, is_embedding: bool) -> str:
     if is_embedding:
         layer = "embedding"
+    elif _is_transposed(module):
+        layer = "transposed linear"
     elif isinstance(module, _NORMS) or "Norm" in type(module).__name__:
         layer = "norm"
     else:
@@ -235,6 +240,17 @@ def _why_not(name: str, module: nn.Module, p: Tensor, is_head: bool, is_embeddin
     # A stack of one is no stack of experts: position embeddings are [1, length, width].
     dim = 2 if p.dim() == 3 and p.shape[0] == 1 else p.dim()
     return why_left(name, dim, layer, is_head)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether this is Hugging Face's `Conv1D`, a linear layer whose weight is ``[in, out]``; GPT-2 is made of it."""
+    # By name: transformers need not be installed, and is not imported for this.
+    return any(t.__name__ == "Conv1D" and t.__module__.startswith("transformers.") for t in type(module).__mro__)
+
+
+def _which(module: nn.Module) -> str:
+    """What a quantized parameter is, and how it lies if not as ``[out, in]``."""
+    return "matrix [in, out]: its scales run along outputs" if _is_transposed(module) else "matrix"
 
 
 def _obstacle(module: nn.Module, p: Tensor) -> str:

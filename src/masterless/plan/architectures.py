@@ -44,8 +44,8 @@ def linear(path: str, out: str, inp: str, bias: str = "", when: str = "", count:
 
 
 def conv1d(path: str, out: str, inp: str) -> Module:
-    """GPT-2's transposed linear layer, ``[in, out]``, which `quantize_` does not take for one."""
-    return Module(path, "Conv1D", (inp, out), out, "true")
+    """GPT-2's linear layer, with its weight as ``[in, out]``."""
+    return Module(path, "transposed linear", (inp, out), out, "true")
 
 
 def norm(path: str, width: str = "hidden", bias: str = "", when: str = "") -> Module:

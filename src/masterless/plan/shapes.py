@@ -274,11 +274,11 @@ def _layer_kind(name: str, shape: tuple[int, ...]) -> str:
 
 
 def _mark_conv1d(parameters: list[Parameter]) -> list[Parameter]:
-    """GPT-2's matrices are transposed and not in linear layers; others use its names for ordinary ones."""
+    """GPT-2's linear layers have their weights as ``[in, out]``; others use its names for ordinary ones."""
     widening = [p.shape for p in parameters if p.name.endswith((".c_attn.weight", ".c_fc.weight"))]
     if not any(shape[0] < shape[-1] for shape in widening):
         return parameters
-    return [replace(p, layer="Conv1D") if _CONV1D.intersection(p.name.split(".")) else p for p in parameters]
+    return [replace(p, layer="transposed linear") if _CONV1D.intersection(p.name.split(".")) else p for p in parameters]
 
 
 def _mark_tied(parameters: list[Parameter]) -> list[Parameter]:
