@@ -9,6 +9,7 @@ A table stands between ``<!-- study:NAME -->`` and ``<!-- /study:NAME -->``.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -41,26 +42,26 @@ def _study_table(name: str) -> Callable[[], str]:
 
 
 TABLES: dict[str, Callable[[], str]] = {name: _study_table(name) for name in study.STUDIES}
-PRESET_ROWS = {  # preset -> its row in the weights study
-    "fp32": "fp32",
-    "1-byte": "int8, no m, factored v",
-    "1-byte-int4": "int4+4, no m, factored v",
-    "1.3-byte": "int8 ECO, int2 m (b1 .53), factored v",
-    "1.3-byte-int4": "int4 ECO nearest, int4 m (b1 .35), log2 v",
-    "1.8-byte": "fp8 ECO stochastic, int4 m (b1 .82), log2 v",
-    "1.8-byte-int4": "int4+4 ECO, int4 m, log2 v",
-}
 
 
 def presets_table() -> str:
-    """Every measured preset: bytes of a large matrix, and the gap to fp32 AdamW in the weights study."""
-    lines = {line.split(" | ")[0].lstrip("| "): line.split(" | ") for line in TABLES["weights"]().splitlines()[2:]}
-    rows = ["| preset | what | bytes/param | validation loss | gap to fp32 |", "|---|---|---|---|---|"]
-    for name, label in PRESET_ROWS.items():
-        if label in lines:
-            preset = PRESETS[name]
-            loss, gap = lines[label][2], lines[label][4].rstrip(" |")
-            rows.append(f"| `{name}` | {preset.summary} | {preset.bytes_per_parameter:.2f} | {loss} | {gap} |")
+    """Every preset that the deciding rows of the frontier study measured: bytes of a large matrix, loss, gaps."""
+    experiments = study.STUDIES["frontier"]()
+    groups = study.grouped(study.finished(experiments), experiments)
+    if not groups:
+        return "(not run yet)"
+    ((first, best),) = study.references(groups).values()
+    rows = [
+        "| preset | what | bytes/param | validation loss | gap to fp32, b1 .9 | gap to the best fp32 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for preset in PRESETS.values():
+        described = json.loads(json.dumps([preset.weights, {"betas": [0.9, 0.95], **preset.options}]))
+        for found in groups.values():
+            if [found[0]["weights"], {"betas": [0.9, 0.95], **found[0]["options"]}] == described:
+                losses = " ".join(f"{row['loss']:.4f}" for row in found)
+                cells = (f"`{preset.name}`", preset.summary, f"{preset.bytes_per_parameter:.2f}", losses)
+                rows.append(f"| {' | '.join((*cells, study.gap(found, first), study.gap(found, best)))} |")
     return "\n".join(rows)
 
 
