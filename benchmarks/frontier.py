@@ -81,7 +81,7 @@ ONE_BYTE = low_bit("int8", "none", 0.0, "factored", **DROP)
 ONE_BYTE_INT4 = low_bit("int4+4", "none", 0.0, "factored", **DROP)
 SIX_TWO = dropped("int6", "int2", 0.527, "factored")
 VISIBLE4_TWO = dropped("int4+2", "int2", 0.527, "factored")
-FOUR_FOUR = dropped("int4", "int4", 0.82, "factored")
+FOUR_FOUR = low_bit("int4", "int4", 0.35, "factored", "nearest weights", **NEAREST)
 EIGHT_TWO = low_bit("int8", "int2", 0.527, "factored")
 EIGHT_TWO_DROPPED = dropped("int8", "int2", 0.527, "factored")
 VISIBLE4_4_TWO = dropped("int4+4", "int2", 0.527, "factored")
@@ -90,7 +90,7 @@ INT4_DROPPED = dropped("int4", "int4", 0.82, "log2")
 FP8 = low_bit("fp8", "int4", 0.82, "log2")
 FP8_DROPPED = dropped("fp8", "int4", 0.82, "log2")
 VISIBLE4_4 = low_bit("int4+4", "int4", 0.82, "log2")
-TWO_BYTES = low_bit("int8", "int8", 0.82, "log2")
+TWO_BYTES = low_bit("int8", "int8", 0.82, "log2", moment_units="update")
 
 
 # What others store, in our formats: the formats and rounding are theirs, the kernel and the rest of the step are ours.
@@ -138,7 +138,7 @@ def one_byte() -> list[Experiment]:
         SIX_TWO,
         low_bit("int6", "int2", 0.527, "factored"),
         FOUR_FOUR,
-        low_bit("int4", "int4", 0.35, "factored", "nearest weights", **NEAREST),
+        dropped("int4", "int4", 0.82, "factored"),
         ONE_BYTE_INT4,
         VISIBLE4_TWO,
         dropped("int4", "int2", 0.527, "factored"),
@@ -152,13 +152,40 @@ def one_byte() -> list[Experiment]:
     return [recipe.at(seed=seed) for seed in (0, 1) for recipe in rows] + lion
 
 
+def nearest() -> list[Experiment]:
+    """Around the best one-byte row: weights rounded to nearest, their error injected into a short momentum."""
+
+    def recipe(weights: str, first: str, beta1: float, second: str = "factored") -> Recipe:
+        return low_bit(weights, first, beta1, second, "nearest weights", **NEAREST)
+
+    rows = [
+        FP32,
+        FP32_BEST,
+        FOUR_FOUR,
+        recipe("int4", "int4", 0.2),
+        recipe("int4", "int4", 0.5),
+        recipe("int4", "int8", 0.35),
+        recipe("int4", "int3", 0.35),
+        recipe("int4", "int2", 0.35),
+        recipe("int3", "int4", 0.35),
+        recipe("int4:64", "int4", 0.35),
+        recipe("int6", "int2", 0.35),
+        recipe("int6", "int4", 0.35),
+        recipe("int8", "int4", 0.35),
+        recipe("int8", "int2", 0.35),
+        recipe("fp8", "int4", 0.35),
+    ]
+    return [recipe.at() for recipe in rows]
+
+
 def combinations() -> list[Experiment]:
     """Weights x first moment x second moment, first moment in raw and in update units (one seed)."""
     rows = [
         FP32,
         FP32_BEST,
         low_bit("int8", "int8", 0.9, "log8"),
-        low_bit("int8", "int8", 0.9, "log2"),
+        low_bit("int8", "int8", 0.9, "log2", "m in gradient units", **GRADIENT_UNITS),
+        low_bit("int8", "int8", 0.82, "log2", "m in gradient units", **GRADIENT_UNITS),
         TWO_BYTES,
         low_bit("int8", "int4", 0.82, "log2"),
         low_bit("int8", "int4", 0.82, "factored"),
@@ -237,11 +264,11 @@ def momentum() -> list[Experiment]:
 
 def batch() -> list[Experiment]:
     """Does a small or no momentum survive a batch 8 times as large? 400 steps of 4096 tokens."""
-    rows = [FP32, FP32_BEST, full(0.35), full(0.0), ONE_BYTE, SIX_TWO, EIGHT_TWO, INT4_NEAREST, FP8]
+    rows = [FP32, FP32_BEST, full(0.35), full(0.0), ONE_BYTE, FOUR_FOUR, EIGHT_TWO_DROPPED, INT4_NEAREST, FP8]
     return [recipe.at(steps=400, batch_size=32, eval_batches=16) for recipe in rows]
 
 
-TREND = (FP32, FP32_BEST, ONE_BYTE, SIX_TWO, EIGHT_TWO, INT4_NEAREST, FP8)
+TREND = (FP32, FP32_BEST, ONE_BYTE, FOUR_FOUR, EIGHT_TWO_DROPPED, INT4_NEAREST, FP8)
 
 
 def length() -> list[Experiment]:
@@ -278,6 +305,7 @@ PARTS = {
     "learning-rate": learning_rate,
     "one-byte": one_byte,
     "frontier": presets,
+    "nearest": nearest,
     "combinations": combinations,
     "moments": moments,
     "hidden-bits": hidden_bits,

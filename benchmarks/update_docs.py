@@ -26,6 +26,7 @@ import study
 import tasks_study
 from jobs import load
 
+from masterless.bench import report
 from masterless.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +42,7 @@ def _study_table(name: str) -> Callable[[], str]:
     return build
 
 
-TABLES: dict[str, Callable[[], str]] = {name: _study_table(name) for name in study.STUDIES}
+TABLES: dict[str, Callable[[], str | None]] = {name: _study_table(name) for name in study.STUDIES}
 
 
 def presets_table() -> str:
@@ -74,6 +75,19 @@ TABLES["tasks"] = lambda: tasks_study.table(load(tasks_study.RESULTS))
 TABLES["finetune"] = lambda: finetune_study.table(load(finetune_study.RESULTS))
 
 
+def _bench(table: Callable[[report.Document], str]) -> Callable[[], str | None]:
+    """A table of the benchmark; None (the page keeps what it has) until `make bench` has written its results."""
+    results = study.RESULTS / "bench.json"
+    return lambda: table(json.loads(results.read_text())) if results.exists() else None
+
+
+TABLES["bench-machine"] = _bench(report.machine_line)
+for _size in ("gpt2", "odd", "moe", "short", "tiny"):
+    TABLES[f"bench-{_size}"] = _bench(lambda document, size=_size: report.markdown(report.step_table(document, size)))
+TABLES["bench-forward"] = _bench(lambda document: report.markdown(report.forward_table(document)))
+TABLES["bench-growth"] = _bench(lambda document: report.markdown(report.growth_table(document)))
+
+
 def pages() -> list[Path]:
     """The README and every page of the documentation."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -85,7 +99,8 @@ def outdated() -> Iterator[tuple[Path, str]]:
         text = page.read_text()
 
         def fresh(match: re.Match[str]) -> str:
-            return f"{match[1]}{TABLES[match['name']]()}\n{match[4]}"
+            table = TABLES[match["name"]]()
+            return match[0] if table is None else f"{match[1]}{table}\n{match[4]}"
 
         updated = MARKED.sub(fresh, text)
         if updated != text:

@@ -337,3 +337,24 @@ def test_compiled_models(mode):
     end = train(compiled, ml.AdamW(compiled.named_parameters(), **LOW))
     named = [(f"_orig_mod.{n}", p) for n, p in twin.named_parameters()]  # torch.compile renames: so must the twin
     assert same(end, train(twin, ml.AdamW(named, **LOW)))
+
+
+@pytest.mark.parametrize(
+    ("exp_avg", "exp_avg_sq", "units"),
+    [
+        ("int8", "log8", "gradient"),
+        ("int8", "factored", "gradient"),
+        ("int8", "log2", "update"),
+        ("int4", "log8", "update"),
+        ("int2", "factored", "update"),
+        ("fp32", "log2", "gradient"),
+        ("bf16", "log2", "gradient"),
+        ("none", "log2", "gradient"),
+    ],
+)
+def test_a_coarse_moment_of_either_kind_puts_the_first_one_into_update_units(exp_avg, exp_avg_sq, units):
+    betas = (0.0, 0.95) if exp_avg == "none" else (0.9, 0.95)
+    optimizer = ml.AdamW(
+        [torch.nn.Parameter(torch.ones(128, 128))], betas=betas, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq
+    )
+    assert optimizer.param_groups[0]["moment_units"] == units

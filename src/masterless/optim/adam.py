@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from masterless.formats import Format, parse
+from masterless.formats import Format, as_second_moment, parse
 from masterless.optim.base import LowBitOptimizer, require
 from masterless.optim.options import Options, common, refuse
 from masterless.rules import RULES, Rule
@@ -35,7 +35,7 @@ class Adam(LowBitOptimizer):
         exp_avg_sq: format of the second moment: "log8", "log4", "log2", "factored", "fp8", "bf16", "fp32", ...
         moment_units: "gradient", or "update": the first moment averages ``g / (sqrt(vhat) + eps)`` instead of g
             (LaProp), so that a block's coordinates are of one size, which a coarse code likes. "auto" is "update"
-            for first moments of 4 bits and fewer.
+            for a quantized first moment if either moment has 4 bits or fewer.
         **options: see `masterless.optim.options.Options`.
 
     >>> model = torch.nn.Linear(64, 64)
@@ -92,8 +92,10 @@ class Adam(LowBitOptimizer):
         units = group["moment_units"]
         require(units in ("auto", "gradient", "update"), "moment_units", units, "'auto', 'gradient' or 'update'")
         if units == "auto":
-            coarse = parse(group["exp_avg"]).bits <= 4 and parse(group["exp_avg"]).scaled
-            group["moment_units"] = "update" if coarse else "gradient"
+            # A coarse v counts, too: what is injected into m is meant for the v of its step, and a 2-bit v jumps.
+            moments = [parse(group["exp_avg"]), as_second_moment(group["exp_avg_sq"])]
+            coarse = any(moment.scaled and moment.bits <= 4 for moment in moments)
+            group["moment_units"] = "update" if moments[0].scaled and coarse else "gradient"
 
 
 class AdamW(Adam):
