@@ -254,6 +254,19 @@ def test_full_disk_says_so(tmp_path):
     assert path.read_bytes() == b"before" and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_disk_that_is_full_from_the_start(tmp_path, text, cli, monkeypatch):
+    """Not even the first files fit: one line, and no half-made run that could be neither resumed nor started again."""
+
+    def fail(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoints.os, "fsync", fail)
+    code, printed, err = cli("train", "--data", text, "--out", tmp_path / "run", *TINY)
+    assert code == 2 and printed == "" and err.count("\n") == 1
+    assert "no space left on device" in err and "free space on the disk, then start it again" in err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_one_writer_at_a_time(finished, tmp_path, cli):
     fcntl = pytest.importorskip("fcntl")
     out = copied(finished[0], tmp_path / "run")

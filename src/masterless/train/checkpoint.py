@@ -43,12 +43,12 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     except (OSError, RuntimeError) as error:  # torch.save reports a failed write as either
         with suppress(OSError):
             beside.unlink()
-        origin = _origin(error)
+        origin = origin_of(error)
         raise CheckpointError(f"{path}: cannot be written ({reason_of(origin)}); {remedy_for(origin)}") from error
 
 
-def _origin(error: BaseException) -> BaseException:
-    """The error of the operating system behind an error of torch's archive writer, if there is one."""
+def origin_of(error: BaseException) -> BaseException:
+    """The error of the operating system behind another one (of torch's archive writer, say), if there is one."""
     current: BaseException | None = error
     while current is not None and not isinstance(current, OSError):
         current = current.__cause__ or current.__context__
@@ -62,13 +62,15 @@ def reason_of(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def remedy_for(error: BaseException) -> str:
-    """What to do about a file that could not be written."""
+def remedy_for(error: BaseException, begun: bool = True) -> str:
+    """What to do about a file that could not be written, of a run that has begun or one that could not begin."""
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "choose a folder you may write to with --out"
     if number in (errno.ENOTDIR, errno.ENOENT):
         return "choose another folder with --out"
+    if not begun:
+        return "free space on the disk, then start it again"
     return "free space on the disk, then go on with --resume; what was saved before is intact"
 
 

@@ -1,7 +1,8 @@
 """A run and its directory: started, interrupted, resumed, finished.
 
 Contract:
-    * Nothing is written before text, model and optimizer have been built: wrong input leaves no trace.
+    * Nothing is written before text, model and optimizer have been built: wrong input leaves no trace, nor does a disk
+      without space for the first files.
     * ``config.toml`` is the resolved configuration, ``metrics.jsonl`` has a line a step, ``checkpoints/`` the last few
       (`masterless.train.checkpoint`), ``report.html`` and ``summary.json`` are written when a session ends.
     * A run that was interrupted, or killed at any moment, and is resumed ends with the metrics, byte for byte, and the
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from .build import (
     memory_of,
     quantize_model,
 )
-from .checkpoint import CheckpointError, Checkpoints, reason_of, remedy_for, write_atomically
+from .checkpoint import CheckpointError, Checkpoints, origin_of, reason_of, remedy_for, write_atomically
 from .config import MODEL_KEYS, ConfigError, RunConfig, read_toml, refuse_existing, resolve, to_toml
 from .corpus import END_OF_DOCUMENT, Corpus
 from .display import Display, Speed, Status
@@ -121,6 +123,7 @@ def start(config: RunConfig, folder: Path) -> Run:
     corpus, model, optimizer = _build(config, tokenizer)
     checkpoints = Checkpoints(folder / "checkpoints", config.keep)
     facts = {"text": corpus.fingerprint, "torch": torch.__version__, "masterless": masterless.__version__}
+    lock = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(folder)
@@ -128,8 +131,13 @@ def start(config: RunConfig, folder: Path) -> Run:
         if corpus.tokenizer is not None:
             write_atomically(folder / TOKENIZER, lambda file: file.write(corpus.tokenizer.to_str().encode()))
         checkpoints.create(**facts)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be made ({reason_of(error)}); {remedy_for(error)}") from error
+    except (OSError, CheckpointError) as error:
+        if lock is not None:  # what is in the folder is ours: neither a new run nor --resume could use it
+            shutil.rmtree(folder, ignore_errors=True)
+        origin = origin_of(error)
+        raise CheckpointError(
+            f"{folder}: cannot be made ({reason_of(origin)}); {remedy_for(origin, begun=False)}"
+        ) from error
     return Run(folder, config, corpus, model, optimizer, checkpoints, _lock=lock)
 
 
