@@ -15,9 +15,11 @@ Contract:
 from __future__ import annotations
 
 import hashlib
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from masterless.layout import CHUNK
@@ -46,7 +48,7 @@ def parameter_id(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def _splitmix64(z: int) -> int:
+def _splitmix64(z: Any) -> Any:  # an int, or an array of uint64, which wraps by itself
     z = (z + _GOLDEN64) & _MASK64
     z = ((z ^ (z >> 30)) * _MIX1) & _MASK64
     z = ((z ^ (z >> 27)) * _MIX2) & _MASK64
@@ -59,6 +61,14 @@ def stream_key(seed: int, step: int, parameter: int, purpose: str) -> int:
     for part in (step, parameter, PURPOSES[purpose]):
         key = _splitmix64(key ^ (part & _MASK64))
     return key
+
+
+def stream_keys(
+    seeds: NDArray[np.uint64], steps: NDArray[np.uint64], parameters: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    """`stream_key` of many parameters at once: ``[n, purposes]``, in the order of `PURPOSES`."""
+    key = _splitmix64(_splitmix64(_splitmix64(seeds) ^ steps) ^ parameters)
+    return _splitmix64(key[:, None] ^ np.array(list(PURPOSES.values()), dtype=np.uint64))
 
 
 def _signed64(value: int) -> int:

@@ -5,18 +5,21 @@ Contract:
       region over all tensors, on ``torch.get_num_threads()`` threads; the number of threads does not show.
     * The kernel is told everything as numbers and pointers (`csrc/abi.h`). What a parameter's formats and tensors
       determine is described once and cached under the tensors' addresses; a step only fills in what changes.
+    * `step_described(rows, changes)` is the same for whoever keeps descriptions (`describe`) from step to step: it
+      costs no Python per parameter.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from masterless import kernels, scaling
@@ -25,6 +28,7 @@ from masterless.formats import MINIFLOATS, Format
 from masterless.layout import CHUNK, Layout
 from masterless.packing import row_bytes
 from masterless.reference import Task
+from masterless.rules import Rule, Scalars
 from masterless.storage import Storage
 
 _PLAIN_KINDS = {"none": 0, "float32": 1, "bfloat16": 2, "linear": 3, "log": 6, "factored": 7}
@@ -43,9 +47,30 @@ _RULES = {
 _STORAGE = struct.Struct("@12i4q6fQ3P8P")
 _GEOMETRY = struct.Struct("@4q2i")
 _CHANGING = struct.Struct("@Pq3Q9i11f4dq")
+_SCALARS = struct.Struct("11f")
 _EMPTY_STORAGE = bytes(_STORAGE.size)
 _CONSTANT_SIZE = 3 * _STORAGE.size + _GEOMETRY.size
 _TASK_SIZE = _CONSTANT_SIZE + _CHANGING.size
+# The same changing part by names, for filling in many tasks at once.
+_ROW = np.dtype(
+    [
+        ("constant", np.void, _CONSTANT_SIZE),
+        ("grad", np.uint64),
+        ("first_row", np.int64),
+        ("keys", np.uint64, 3),
+        ("rounding", np.int32, 3),
+        ("grad_is_bf16", np.int32),
+        ("maximize", np.int32),
+        ("has_l2", np.int32),
+        ("inject_error", np.int32),
+        ("scale_policy", np.int32),
+        ("without_buffer", np.int32),
+        ("scalars", np.float32, 11),
+        ("adafactor", np.float64, 4),
+        ("bad", np.int64),
+    ]
+)
+assert _ROW.itemsize == _TASK_SIZE
 _CACHE_LIMIT = 1 << 16
 
 
@@ -214,13 +239,14 @@ def _constant_part(task: Task) -> bytes:
     return described[0]
 
 
+def _adafactor_numbers(rule: Rule, scalars: Scalars, group: Mapping[str, Any]) -> tuple[float, float, float, float]:
+    if rule.name != "adafactor":
+        return (0.0, 0.0, 0.0, 0.0)
+    return (scalars.step_size, scalars.inject, group["eps"][1], group["d"])
+
+
 def _changing_part(task: Task) -> bytes:
     c, keys, rounding = task.scalars, task.keys, task.rounding
-    adafactor = (0.0, 0.0, 0.0, 0.0)
-    without_buffer = False
-    if task.rule.name == "adafactor":
-        adafactor = (c.step_size, c.inject, task.group["eps"][1], task.group["d"])
-        without_buffer = task.group["beta1"] == 0.0
     return _CHANGING.pack(
         task.grad.data_ptr(),
         task.first_row,
@@ -235,11 +261,16 @@ def _changing_part(task: Task) -> bytes:
         c.l2 != 0.0,
         task.inject,
         _POLICIES[task.scale_policy],
-        without_buffer,
+        task.rule.name == "adafactor" and task.group["beta1"] == 0.0,
         *c,
-        *adafactor,
+        *_adafactor_numbers(task.rule, c, task.group),
         0,
     )
+
+
+def describe(task: Task) -> bytes:
+    """A task as the kernel reads it; good for `step_described` until a tensor moves or an option changes."""
+    return _constant_part(task) + _changing_part(task)
 
 
 def supports(task: Task) -> bool:
@@ -259,13 +290,57 @@ def supports(task: Task) -> bool:
 
 def step(tasks: Sequence[Task]) -> list[int]:
     """Performs the steps in place; returns for each how many gradient elements were not finite."""
-    if not tasks:
-        return []
-    described = bytearray().join([part for task in tasks for part in (_constant_part(task), _changing_part(task))])
-    pointer = (ctypes.c_char * len(described)).from_buffer(described)
-    _library().ml_step(pointer, ctypes.c_int64(len(tasks)), torch.get_num_threads())
-    bad = np.frombuffer(described, dtype=np.int64).reshape(len(tasks), -1)[:, -1]  # the last word of every task
-    return bad.tolist()
+    return _run(bytearray().join(map(describe, tasks)))["bad"].tolist()
+
+
+class Numbers(NamedTuple):
+    """What a rule computes for a step from hyperparameters and counters; many parameters share one."""
+
+    rule: Rule
+    scalars: Scalars
+    group: Mapping[str, Any]
+    scale_policy: str
+
+
+class Changes(NamedTuple):
+    """What differs from one step to the next, one entry a task.
+
+    Attributes:
+        grads: addresses of the gradients.
+        keys: of the random bits, ``[tasks, purposes]``.
+        numbers: the different sets of numbers ...
+        which: ... and which of them a task takes.
+    """
+
+    grads: Sequence[int]
+    keys: NDArray[np.uint64]
+    numbers: Sequence[Numbers]
+    which: Sequence[int]
+
+
+def step_described(rows: Sequence[bytes], changes: Changes) -> NDArray[np.int64]:
+    """As `step`, for tasks that were described before; fills in what has changed since."""
+    described = bytearray().join(rows)
+    tasks = np.frombuffer(described, dtype=_ROW)
+    tasks["grad"] = changes.grads
+    tasks["keys"] = changes.keys
+    kinds = np.zeros(len(changes.numbers), dtype=_ROW)
+    for kind, (rule, scalars, group, policy) in zip(kinds, changes.numbers, strict=True):
+        kind["has_l2"] = scalars.l2 != 0.0
+        kind["scale_policy"] = _POLICIES[policy]
+        kind["scalars"] = np.frombuffer(_SCALARS.pack(*scalars), dtype=np.float32)
+        kind["adafactor"] = _adafactor_numbers(rule, scalars, group)
+    for name in ("has_l2", "scale_policy", "scalars", "adafactor"):
+        tasks[name] = kinds[name][np.asarray(changes.which)]
+    return _run(described)["bad"]
+
+
+def _run(described: bytearray) -> NDArray[Any]:
+    tasks = np.frombuffer(described, dtype=_ROW)
+    if len(tasks):
+        pointer = (ctypes.c_char * len(described)).from_buffer(described)
+        _library().ml_step(pointer, ctypes.c_int64(len(tasks)), torch.get_num_threads())
+    return tasks
 
 
 # --- whole tensors --------------------------------------------------------------------------------------

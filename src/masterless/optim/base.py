@@ -17,21 +17,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer
 
 from masterless import ops
 from masterless.formats import Format, as_first_moment, as_second_moment, parse
 from masterless.layout import is_matrix_like
-from masterless.optim import checkpoint, resets
-from masterless.reference import Task
-from masterless.rounding import PURPOSES, check_rounding, parameter_id, stream_key
+from masterless.optim import checkpoint, resets, stepping
+from masterless.rounding import check_rounding
 from masterless.rules import Rule
-from masterless.scaling import FROZEN, POLICIES
+from masterless.scaling import POLICIES
 from masterless.storage import Storage, tensor_specs
 from masterless.weight import local_of, weight_storage
-
-_PLAIN = {torch.float32: parse("fp32"), torch.bfloat16: parse("bf16")}
 
 COMMON_DEFAULTS: dict[str, Any] = {
     "maximize": False,
@@ -77,10 +73,12 @@ class LowBitOptimizer(Optimizer):
 
     nonfinite_counts: dict[str, int]
     reset_counts: dict[str, int]
+    prepared: dict[int, stepping.Prepared]  # by the parameter's id
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.nonfinite_counts = {}
         self.reset_counts = {}
+        self.prepared = {}
         defaults = {**COMMON_DEFAULTS, **defaults, "masterless_version": checkpoint.VERSION}
         self._check_group(dict(defaults))  # a copy: what "auto" resolves to is each group's own affair
         super().__init__(params, defaults)
@@ -162,7 +160,7 @@ class LowBitOptimizer(Optimizer):
 
     def _check_parameter(self, p: Tensor, group: dict[str, Any]) -> None:
         storage = weight_storage(p)
-        if storage is None and p.dtype not in _PLAIN:
+        if storage is None and p.dtype not in stepping.PLAIN:
             raise ValueError(
                 f"parameter of shape {tuple(p.shape)} is {p.dtype}: steps are computed in fp32 and stored in the "
                 f"parameter's own format, which must be float32, bfloat16 or quantized; convert it with .float() "
@@ -274,7 +272,8 @@ class LowBitOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stepped = [(g, p, name) for g, p, name in self.parameters() if p.grad is not None]
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass's `.grad` is a slow call otherwise
+            stepped = [(g, p, name) for g, p, name in self.parameters() if p.grad is not None]
         if not self.state and checkpoint.is_rehearsal(self, stepped):
             for group, p, _ in stepped:
                 self.state_storage(p, group)
@@ -286,40 +285,10 @@ class LowBitOptimizer(Optimizer):
     def step_parameters(self, parameters: Iterable[tuple[dict[str, Any], Tensor, str]]) -> None:
         """Steps some of the parameters, given as `parameters` yields them."""
         parameters = list(parameters)
-        for _, p, name in parameters:
-            self._check_gradient(p, name)  # all of them before any of them moves
-        batches: dict[str, list[Task]] = {}
-        copies: list[tuple[Tensor, Tensor]] = []
-        skip_allowed: dict[str, bool] = {}
-        afterwards: list[Callable[[], list[resets.StateReset]]] = []
-        for group, p, name in parameters:
-            task = self._task(group, p, name, copies)
-            # Collectives have one order on all ranks: they are the reference's.
-            batches.setdefault("reference" if task.collective else group["backend"], []).append(task)
-            skip_allowed[name] = group["nonfinite"] == "skip"
-            if group["reset"] is not None:
-                afterwards.append(resets.before_step(self, group, p, name))
-        bad: dict[str, int] = {}
-        for backend, tasks in batches.items():
-            counts = ops.step(tasks, backend)
-            if any(task.across is not None for task in tasks):
-                from masterless.distributed import agreement
-
-                counts = agreement.total_counts(tasks, counts)
-            for task, count in zip(tasks, counts, strict=True):
-                if count:
-                    bad[task.name] = count
-        for p, contiguous in copies:
-            p.copy_(contiguous)
-        increment_version([p for _, p, _ in parameters])  # a quantized one changes below its own version counter
-        for entry in (entry for finish in afterwards for entry in finish()):
-            self.reset_counts[entry.parameter] = self.reset_counts.get(entry.parameter, 0) + entry.cleared
-        self._report_nonfinite(bad, skip_allowed)
-
-    def _report_nonfinite(self, bad: dict[str, int], skip_allowed: dict[str, bool]) -> None:
+        bad = stepping.step(self, parameters)
         for name, count in bad.items():
             self.nonfinite_counts[name] = self.nonfinite_counts.get(name, 0) + count
-        fatal = {name: count for name, count in bad.items() if not skip_allowed[name]}
+        fatal = {name: bad[name] for group, _, name in parameters if name in bad and group["nonfinite"] != "skip"}
         if fatal:
             listing = ", ".join(f"{name} ({count} elements)" for name, count in list(fatal.items())[:8])
             more = f" and {len(fatal) - 8} more" if len(fatal) > 8 else ""
@@ -328,65 +297,6 @@ class LowBitOptimizer(Optimizer):
                 f"weights and states were left as they were. Check the loss and the learning rate, clip "
                 f"gradients, or pass nonfinite='skip' to go on and only count them"
             )
-
-    def _check_gradient(self, p: Tensor, name: str) -> None:
-        assert p.grad is not None
-        grad = local_of(p.grad)
-        if grad.is_sparse or grad.layout != torch.strided:
-            raise RuntimeError(
-                f"{type(self).__name__}: the gradient of {name} is sparse ({grad.layout}); blocks of a low-bit state "
-                f"share a scale, so all of it changes at every step. Use dense gradients (sparse=False)"
-            )
-
-    def _task(self, group: dict[str, Any], p: Tensor, name: str, copies: list[tuple[Tensor, Tensor]]) -> Task:
-        assert p.grad is not None
-        grad, local = local_of(p.grad).contiguous(), local_of(p)
-        rule = self.rule(group)
-        states = self.state_storage(p, group)
-        state = self.state[p]
-        state["step"] += 1
-        step = int(state["step"])
-        weight = weight_storage(p)
-        plain = weight is None
-        if weight is None:
-            values = local.detach()
-            if not values.is_contiguous():
-                values = values.contiguous()
-                copies.append((local.detach(), values))
-            weight = Storage(_PLAIN[p.dtype], tuple(local.shape), {"values": values})
-        first = states.get(self.first_name) if self.first_name else None
-        second = states.get(self.second_name) if self.second_name else None
-        identity = parameter_id(name)
-        rounding = {
-            "weight": group["weight_rounding"],
-            "exp_avg": group["rounding"],
-            "exp_avg_sq": group["rounding"],
-        }
-        if rounding["exp_avg"] == "stochastic-log":  # a dither of logarithms, so for the second moment only
-            rounding["exp_avg"] = "stochastic"
-        lossy = not plain and not weight.format.master
-        place: dict[str, Any] = {}
-        if local is not p:
-            from masterless.distributed import sharding
-
-            place = sharding.Place.of(p).task_fields()
-        scalars = rule.scalars(group, *self._local_steps(state))
-        return Task(
-            name=name,
-            rule=rule,
-            scalars=scalars,
-            group=group,
-            grad=grad,
-            weight=weight,
-            first=first,
-            second=second,
-            rounding=rounding,
-            keys={purpose: stream_key(group["seed"], step, identity, purpose) for purpose in PURPOSES},
-            inject=lossy and bool(group["error_compensation"]),
-            maximize=group["maximize"],
-            scale_policy=FROZEN if scalars.step_size == 0.0 and scalars.decay == 1.0 else group["scale_policy"],
-            **place,
-        )
 
     def _local_steps(self, state: dict[str, Any]) -> tuple[int, int]:
         """Updates each moment has seen since it was last zero: what its bias correction must count."""
@@ -441,6 +351,7 @@ class LowBitOptimizer(Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("nonfinite_counts", {})
         self.__dict__.setdefault("reset_counts", {})
+        self.prepared = {}
         checkpoint.finish_load(self)
 
     def torch_state_dict(self) -> dict[str, Any]:
