@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PEERS  := $(VENV)/.peers
 SOURCES := $(wildcard csrc/*) CMakeLists.txt pyproject.toml constraints.txt
 
 .PHONY: setup demo test lint bench study clean help
@@ -23,8 +24,13 @@ demo: setup                ## train one small transformer under several presets 
 test: lint                 ## linters, then every test
 	$(BIN)/python -m pytest
 
-bench: setup               ## the step's speed, as ratios to torch's fused AdamW, peers included where installed
-	$(BIN)/python benchmarks/bench_step.py
+$(PEERS): benchmarks/peers.txt | setup
+	-$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r $<   # a missing peer is reported, not fatal
+	touch $@
+
+bench: $(PEERS)            ## the step's speed against torch and other libraries, growth, memory (an idle machine, please)
+	$(BIN)/masterless bench --out benchmarks/results --figures docs/figures
+	$(BIN)/python benchmarks/update_docs.py
 
 study: setup               ## the studies behind the documentation's tables: hours, resumable at any kill
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[study]'

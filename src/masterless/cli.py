@@ -21,6 +21,7 @@ except ImportError:
     raise SystemExit("masterless: the command line needs typer and rich; pip install 'masterless[cli]'") from None
 
 import masterless
+from masterless.commands.bench import bench
 from masterless.commands.compare import compare
 from masterless.commands.formats import formats
 from masterless.commands.plan import plan
@@ -80,6 +81,7 @@ app.command()(compare)
 app.command()(stall)
 app.command()(formats)
 app.command()(plan)
+app.command()(bench)
 
 
 def main() -> None:

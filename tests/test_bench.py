@@ -1,0 +1,188 @@
+"""The benchmark: its document, what it refuses, what it says of other libraries. No test here looks at a time."""
+
+import importlib.util
+import json
+import os
+
+import pytest
+import torch
+
+from masterless import kernels
+from masterless.bench import footprint, forward, growth, measure, parity, peers, report, shapes
+from masterless.bench.entries import ADAMW, BASELINES, OURS, Entry, Gradients, Unavailable, build
+
+typer_testing = pytest.importorskip("typer.testing")
+from masterless.cli import app  # noqa: E402
+
+needs_kernel = pytest.mark.skipif(not kernels.available(), reason="no compiled kernel")
+SHAPES = shapes.SIZES["test"]
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def invoke(*args):
+    return typer_testing.CliRunner().invoke(app, ["bench", *args], env={**os.environ, "COLUMNS": "200"})
+
+
+def entry(name="an entry", make=None, **options):
+    return Entry(name, ADAMW, make or (lambda p: torch.optim.AdamW(p)), peer=True, **options)
+
+
+# --- the command ------------------------------------------------------------------------------------------
+
+
+@needs_kernel
+def test_the_document_has_ratios_bytes_machine_and_versions(tmp_path):
+    done = invoke("step", "--sizes", "test", "--threads", "1,2", "--repeats", "1", "--no-peers", "--json")
+    assert done.exit_code == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["machine"]["torch"] == torch.__version__ and document["parity"] == len(parity.CASES)
+    assert [row["name"] for row in document["step"]] == [e.name for e in [*BASELINES, *OURS]] * 2
+    by_name = {row["name"]: row for row in document["step"]}
+    assert by_name[ADAMW]["ratio"] == 1.0 and by_name[ADAMW]["bytes_per_parameter"] == 12.0
+    assert by_name[ADAMW]["bytes_moved_per_parameter"] == 28.0
+    assert all(row["ratio"] > 0 and row["limit"] > 0 for row in document["step"])
+
+
+@needs_kernel
+def test_files_and_tables(tmp_path):
+    options = ["--sizes", "test", "--threads", "1", "--repeats", "1", "--no-peers", "--only", "fp32 weights"]
+    done = invoke("step", "growth", "--largest", "20000", *options, "--out", str(tmp_path))
+    assert done.exit_code == 0, done.stderr
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"bench.md", "bench.json", "bench.png", "growth.png"}
+    assert "fp32 weights, int8/log8" in done.stdout and "INT4" not in (tmp_path / "bench.md").read_text().split("##")[1]
+    document = json.loads((tmp_path / "bench.json").read_text())
+    assert report.markdown(report.step_table(document, "test")) in (tmp_path / "bench.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["sideways"], "no such section"),
+        (["--sizes", "huge"], "no such size"),
+        (["--threads", "0"], "no number of threads"),
+        (["step", "--only", "no such entry", "--sizes", "test"], "no entry has that in its name"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(args, reason):
+    done = invoke(*args)
+    assert done.exit_code == 2 and reason in done.stderr and done.stderr.count("\n") == 1
+
+
+# --- parity -----------------------------------------------------------------------------------------------
+
+
+@needs_kernel
+def test_no_speed_is_printed_if_the_kernel_differs_from_the_reference(monkeypatch):
+    from masterless.kernels import cpu
+
+    run = cpu._run
+
+    def forgetful(described):
+        cpu.np.frombuffer(described, dtype=cpu._ROW)["scalars"][:, 0] *= 1.001  # a slightly wrong step size
+        return run(described)
+
+    monkeypatch.setattr(cpu, "_run", forgetful)
+    done = invoke("step", "--sizes", "test", "--repeats", "1", "--no-peers")
+    assert done.exit_code == 1 and done.stdout == ""
+    assert "differs from the reference" in done.stderr and "AdamW, INT4, int4/log2" in done.stderr
+
+
+def test_without_a_kernel_there_is_nothing_to_measure(monkeypatch):
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    with pytest.raises(parity.ParityError, match="no compiled kernel"):
+        parity.check()
+
+
+# --- other libraries --------------------------------------------------------------------------------------
+
+
+def rows_with(*entries):
+    return {row.name: row for row in measure.measure("test", SHAPES, [BASELINES[0], *entries], 1, 1)}
+
+
+def test_a_peer_that_is_not_installed_keeps_its_row(monkeypatch):
+    monkeypatch.setitem(peers.PACKAGES, "no_such_library", "no-such-library")
+    missing = entry("missing", peers._peer("no_such_library", lambda module, p: module.AdamW(p)))
+    row = rows_with(missing)["missing"]
+    assert row.milliseconds is None and row.ratio is None and "no-such-library is not installed" in row.note
+    cells = report.step_table({"step": [vars(row)]}, "test")[1][0]
+    assert cells[0] == "missing" and cells[1:4] == ["-", "-", "-"] and "not installed" in cells[-1]
+
+
+def test_a_peer_that_fails_keeps_its_row():
+    def broken(parameters):
+        raise RuntimeError("needs a GPU\nand more lines")
+
+    assert rows_with(entry("broken", broken))["broken"].note == "fails here: RuntimeError: needs a GPU"
+
+
+def test_a_peer_is_repeated_at_least_twice_and_not_much_longer_than_its_budget(monkeypatch):
+    monkeypatch.setattr(measure, "PEER_SECONDS", 0.0)
+    baseline = measure._Measured(BASELINES[0], Gradients(SHAPES), 1)
+    assert measure._measure_peer(entry(), Gradients(SHAPES), baseline, 9).repeats == 2
+
+
+def test_silent_full_precision_is_seen_in_the_state():
+    row = rows_with(entry("fp32 in disguise"))["fp32 in disguise"]
+    assert row.note == "fp32 states in 2 of 2 tensors, 100% of parameters"
+    assert row.bytes_per_parameter == 12.0
+    assert rows_with(entry("honest fp32", low_bit=False))["honest fp32"].note == ""
+
+
+@needs_kernel
+def test_our_own_vectors_in_full_precision_are_noted_too():
+    one = build(OURS[0], Gradients(SHAPES))
+    one.step()
+    assert footprint.fallback_note(one).startswith("fp32 states in 1 of 2 tensors")
+    weights = sum(p.nbytes for group in one.param_groups for p in group["params"])
+    assert footprint.resident_bytes(one) == weights + one.state_bytes()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+def test_torchao_falls_back_where_a_size_is_no_multiple_of_its_block():
+    torchao = peers.load("torchao.optim.subclass_8bit")
+    p = torch.nn.Parameter(torch.zeros(64, 64))
+    quantized = torchao.OptimState8bit.zeros(p.shape)
+    held = [(t.dtype, t.numel()) for t in footprint.stored_tensors(quantized)]
+    assert (torch.uint8, p.numel()) in held
+    assert not footprint._full_precision({"exp_avg": quantized}, p)
+    assert footprint._full_precision({"exp_avg": torch.zeros(64, 64)}, p)
+
+
+def test_a_library_that_cannot_be_imported_says_why(monkeypatch):
+    monkeypatch.setitem(peers.PACKAGES, "json", "pytest")  # installed, and has no such module
+    with pytest.raises(Unavailable, match="pytest does not import: ModuleNotFoundError"):
+        peers.load("json.no_such_module")
+
+
+# --- growth and the forward pass --------------------------------------------------------------------------
+
+
+@needs_kernel
+def test_a_step_takes_no_more_extra_memory_than_a_mebibyte_a_thread():
+    points = growth.grow([5_000, 300_000], threads=2, repeats=1)
+    assert [p.parameters for p in points] == [4096, 299_008] * 2
+    for point in points:
+        assert point.kernel_bytes_per_thread <= 2**20
+        assert point.extra_bytes is None or point.extra_bytes <= 2 * 2**20
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux")
+def test_extra_memory_sees_what_a_call_takes_and_gives_back():
+    taken = growth.extra_memory(lambda: torch.ones(1 << 24).sum())
+    assert taken >= 0.98 * (1 << 26)  # Linux counts resident pages in batches
+
+
+@needs_kernel
+def test_forward_compares_decoding_and_products():
+    rows = forward.forward(1, 1, shape=(48, 64), tokens=(8,))
+    assert {row.what for row in rows} == {"decode", "forward", "forward+backward"}
+    assert [row.ratio for row in rows if row.name == row.baseline] == [1.0] * 4
+    assert {row.name for row in rows if row.what == "decode"} > set(forward.FORMATS)
