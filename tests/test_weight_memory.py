@@ -44,7 +44,7 @@ LAYER = WIDTH * WIDTH * 4  # bytes of one dense layer; activations are 1/64 of i
 
 def run_deep(depth, kind="linear", naive=False, wrap=None, dtype=None):
     """Bytes alive after the forward pass, and the peak of forward and backward, of a deep and narrow-batched model."""
-    shape = (2, WIDTH // 2, WIDTH) if kind in ("einsum", "transposed bmm") else (WIDTH, WIDTH)
+    shape = (2, WIDTH // 2, WIDTH) if kind in ("einsum", "transposed bmm", "one by one") else (WIDTH, WIDTH)
     weights = [quantized(*shape, seed=i).requires_grad_(False) for i in range(depth)]  # weight gradients would add up
     x = random(2, 1, WIDTH).requires_grad_()
 
@@ -54,6 +54,9 @@ def run_deep(depth, kind="linear", naive=False, wrap=None, dtype=None):
             return F.linear(x, w)
         if kind == "x @ w.T":
             return x @ w.T
+        if kind == "one by one":
+            y = torch.stack([F.linear(x[e], w[e]) for e in range(2)])
+            return torch.cat([y, y], dim=-1)
         y = torch.einsum("eci,eoi->eco", x, w) if kind == "einsum" else torch.bmm(x, w.transpose(1, 2))
         return torch.cat([y, y], dim=-1)
 
@@ -70,7 +73,7 @@ def run_deep(depth, kind="linear", naive=False, wrap=None, dtype=None):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["plain", "autocast"])
-@pytest.mark.parametrize("kind", ["linear", "x @ w.T", "einsum", "transposed bmm"])
+@pytest.mark.parametrize("kind", ["linear", "x @ w.T", "einsum", "transposed bmm", "one by one"])
 def test_no_dense_weight_survives_the_layer_that_used_it(kind, dtype):
     after_forward, peak = run_deep(12, kind, dtype=dtype)
     assert after_forward < LAYER, "a dense weight was kept for the backward pass"
@@ -116,7 +119,11 @@ def test_activation_checkpointing_computes_the_same_and_keeps_no_activations():
     assert all(torch.equal(a, b) for a, b in zip(*results.values(), strict=True))
 
 
-@pytest.mark.parametrize("use", [F.linear, lambda x, w: x[:1] * w], ids=["linear", "elementwise"])
+@pytest.mark.parametrize(
+    "use",
+    [F.linear, lambda x, w: x[:1] * w, lambda x, w: F.linear(x, w[8:16])],
+    ids=["linear", "elementwise", "slice"],
+)
 @pytest.mark.parametrize("change", ["optimizer", "copy_", "input"])
 def test_what_changes_between_forward_and_backward_is_an_error(change, use):
     q, x = quantized(40, 64), random(2, 64).requires_grad_()

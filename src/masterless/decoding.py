@@ -37,9 +37,12 @@ class StoredTensor(Tensor):
         return self.stored.format
 
     @property
-    def changes(self) -> int:
-        """How often the stored numbers have changed: what the backward pass compares with the forward pass."""
-        return self.stored.tensors["codes"]._version
+    def changes(self) -> tuple[int, int]:
+        """How often the numbers have changed: what the backward pass compares with the forward pass.
+
+        Kernels and copies count on the codes. A slice has codes of its own, but shares autograd's count with the whole.
+        """
+        return self.stored.tensors["codes"]._version, self._version
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """A dense copy of what the forward pass sees, of which autograd knows nothing."""

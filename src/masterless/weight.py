@@ -5,7 +5,8 @@ Contract:
       it stands for; its dtype is what a forward pass computes in and what `.grad` has.
     * Computations see it dense for the length of a call (`masterless.decoding`), and only the visible code; hidden
       bits and master copies are the optimizer's.
-    * Copies, conversions and whole slices of dimension 0 stay quantized.
+    * Copies, conversions, whole slices of dimension 0 (``w[2:5]``) and the matrices of a stack (``w[2]``) stay
+      quantized.
     * Nothing changes a quantized tensor in place but `copy_`, `zero_` and the optimizers of this library: other
       in-place operations are refused, because rounding their result would silently lose it.
 """
@@ -270,10 +271,12 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(TRANSPOSITIONS, transposed),
 }
 
-# Whole slices of dimension 0 stay quantized; the rest is what FSDP2 does with them.
+# Whole slices of dimension 0, and matrices of a stack, stay quantized; the rest is what FSDP2 does with them.
 _BY_PIECES: set[Any] = {
     aten.split.Tensor,
     aten.slice.Tensor,
+    aten.select.int,
+    aten.unbind.int,
     aten.new_zeros.default,
     aten.new_empty.default,
     aten.view.default,

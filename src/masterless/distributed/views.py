@@ -23,6 +23,7 @@ from torch import Tensor
 from masterless import weight
 from masterless.decoding import call_dense
 from masterless.formats import Format
+from masterless.layout import Layout
 from masterless.storage import Spec, Storage, tensor_specs
 from masterless.weight import QuantizedTensor
 
@@ -55,11 +56,14 @@ def piece(q: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
 # --- operations: pieces for everybody, what else FSDP2 needs for FSDP2 ---------------------------------------------
 
 
+_PIECES = (aten.split.Tensor, aten.slice.Tensor, aten.select.int, aten.unbind.int)
+
+
 def keeps(func: Any, q: Any) -> bool:
     """Whether the result of an operation stays quantized; in anybody's hands but FSDP2's new tensors are dense."""
     if not isinstance(q, QuantizedTensor):
         return False
-    if func in (aten.split.Tensor, aten.slice.Tensor) and q.format.granularity != "tensor":
+    if func in _PIECES and q.format.granularity != "tensor":
         return True
     return _fsdp_asks()
 
@@ -99,6 +103,21 @@ def _slice(func: Any, q: QuantizedTensor, dim: int = 0, start: Any = None, end: 
         return _dense(func, q, dim, start, end, step)
     first, last, _ = slice(start, end).indices(len(q))
     return piece(q, first, max(first, last))
+
+
+def _select(func: Any, q: QuantizedTensor, dim: int, index: int) -> Any:
+    # One matrix of a stack has the rows that the stack has, unless these are so short that it merges them.
+    same_rows = q.dim() > 2 and Layout.of(q.shape).cols == Layout.of(q.shape[1:]).cols
+    if dim not in (0, -q.dim()) or not same_rows or not -len(q) <= index < len(q):
+        return _dense(func, q, dim, index)
+    one = piece(q, index % len(q), index % len(q) + 1)
+    specs = tensor_specs(q.format, q.shape[1:])
+    tensors = {name: tensor.view(specs[name][0]) for name, tensor in one.stored.tensors.items()}
+    return QuantizedTensor(Storage(q.format, tuple(q.shape[1:]), tensors), q.dtype)
+
+
+def _unbind(func: Any, q: QuantizedTensor, dim: int = 0) -> Any:
+    return [_select(aten.select.int, q, dim, index) for index in range(q.shape[dim])]
 
 
 def _new_zeros(func: Any, q: QuantizedTensor, size: Sequence[int], **kwargs: Any) -> Any:
@@ -160,6 +179,8 @@ def _as_strided(func: Any, q: QuantizedTensor, size: Sequence[int], stride: Sequ
 HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.split.Tensor: _split,
     aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.unbind.int: _unbind,
     aten.new_zeros.default: _new_zeros,
     aten.new_empty.default: _new_empty,
     aten.view.default: _view,
