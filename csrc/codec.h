@@ -48,13 +48,23 @@ inline int64_t metadata_index(const MlStorage& s, const Span& span) {
     return s.per_tensor ? 0 : span.row * s.blocks_per_row + span.col / s.block;
 }
 
-inline int block_count(const MlStorage& s, int n) { return (int)((n + s.block - 1) / s.block); }
-
 // Calls f(e, length, block) for the pieces of a span that share both a block and a chunk.
 template <class F>
-inline void for_each_run(const Span& span, int64_t block, F&& f) {
-    const int run = block < kChunk ? (int)block : kChunk;
-    for (int e = 0; e < span.n; e += run) f(e, span.n - e < run ? span.n - e : run, (int)(e / block));
+inline void for_each_run(const Span& span, int64_t block_length, F&& f) {
+    const int run = block_length < kChunk ? (int)block_length : kChunk, n = span.n;
+    int64_t left = block_length;  // of the block; counted, for a division a run would cost as much as ten vectors
+    for (int e = 0, block = 0; e < n; e += run) {
+        f(e, n - e < run ? n - e : run, block);
+        left -= run;
+        if (left <= 0) ++block, left = block_length;
+    }
+}
+
+// Calls f(e, length, block) for the blocks of a span.
+template <class F>
+inline void for_each_block(const Span& span, int64_t block_length, F&& f) {
+    const int n = span.n, step = block_length < n ? (int)block_length : n;
+    for (int e = 0, block = 0; e < n; e += step, ++block) f(e, n - e < step ? n - e : step, block);
 }
 
 // --- metadata -----------------------------------------------------------------------------------------------
@@ -75,7 +85,25 @@ inline void write_metadata(const MlStorage& s, int64_t index, const Metadata& bl
         write_scale(s, index, block.scale);
 }
 
-// What must be known of a block before it is encoded, gathered piece by piece.
+// New metadata for a whole block.
+inline Metadata fresh_scaled_block(const MlStorage& s, float absmax) {
+    return scaled_block(s, scale_for(s, absmax), absmax);
+}
+
+inline Metadata fresh_log_block(const MlStorage& s, const LogStatistics& statistics) {
+    Metadata block;
+    block.log = statistics.finish(s);
+    return block;
+}
+
+inline Metadata fresh_block(const MlStorage& s, const float* x, int n) {
+    if (s.kind != ML_LOG) return fresh_scaled_block(s, absmax(x, n));
+    LogStatistics statistics(n);
+    statistics.add(x, n);
+    return fresh_log_block(s, statistics);
+}
+
+// The same for a block that is longer than a span, gathered piece by piece.
 class Summary {
   public:
     Summary(const MlStorage& s, int64_t block_length) : storage_(s), log_(block_length) {}
@@ -89,10 +117,7 @@ class Summary {
     float largest() const { return absmax_; }
 
     Metadata fresh() const {
-        if (storage_.kind != ML_LOG) return scaled_block(storage_, scale_for(storage_, absmax_), absmax_);
-        Metadata block;
-        block.log = log_.finish(storage_);
-        return block;
+        return storage_.kind == ML_LOG ? fresh_log_block(storage_, log_) : fresh_scaled_block(storage_, absmax_);
     }
 
   private:
@@ -132,7 +157,7 @@ inline void encode_bf16(uint16_t* out, const float* x, int n, const float* thres
 
 // --- scaled formats -----------------------------------------------------------------------------------------
 
-// Calls out(code) for a run of codes and stores the results; by a table if there are few codes.
+// Stores value(code) for a run of codes; by a table if there are few different ones.
 template <class Value>
 inline void decode_run(const uint8_t* codes, int length, int bits, float* out, Value&& value) {
     if (bits <= kTableBits) {
@@ -150,7 +175,8 @@ inline void decode_scaled(const Grid& grid, const MlStorage& s, const Span& span
     for_each_run(span, s.block, [&](int e, int length, int block) {
         const float scale = read_scale(s, first + block) * (1.0f / (float)(1 << hidden));
         if (!hidden)
-            return decode_run(codes.visible + e, length, bits, out + e, [&](vi code) { return grid.level(code) * scale; });
+            return decode_run(codes.visible + e, length, bits, out + e,
+                              [&](vi code) { return grid.level(code) * scale; });
         for (int i = e; i < e + length; i += kLanes) {
             const vi code = (load_bytes(codes.visible + i) << hidden) + load_bytes(codes.hidden + i);
             store(out + i, grid.level(code) * scale);

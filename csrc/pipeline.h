@@ -49,7 +49,8 @@ class Pipeline {
         : t_(task), b_(work), weight_scale_(weight_scale), mean_rows_(mean_rows),
           has_first_(task.first.kind != ML_NONE), inject_(task.inject_error && task.first.kind != ML_NONE),
           rule_(rule_function(task)), weight_draw_(draw(task.weight, work.weight_thresholds)),
-          first_draw_(draw(task.first, work.first_thresholds)), second_draw_(draw(task.second, work.second_thresholds)) {}
+          first_draw_(draw(task.first, work.first_thresholds)),
+          second_draw_(draw(task.second, work.second_thresholds)) {}
 
     static int64_t unit_length(const MlTask& t) { return t.tile > kSpan ? t.tile : kSpan; }
 
@@ -76,7 +77,6 @@ class Pipeline {
     // The gradient as stored; false if an element or its square is not finite.
     bool load_gradient(const Span& s) {
         const int64_t at = s.row * t_.cols + s.col;
-        vi finite = splat(-1);
         g_ = b_.g;
         if (t_.grad_is_bf16) {
             widen_floats(b_.g, (const uint16_t*)t_.grad + at, s.n);
@@ -86,14 +86,15 @@ class Pipeline {
             copy_floats(b_.g, (const float*)t_.grad + at, s.n);
         }
         for (int e = s.n; e % kLanes; ++e) b_.g[e] = 0.0f;
-        for (int e = 0; e < s.n; e += kLanes) finite &= is_finite_square(load<vf>(g_ + e));
-        return all(finite);
+        vi largest{};  // as float bits, which puts infinity and NaN above the numbers
+        for (int e = 0; e < s.n; e += kLanes) largest = max(largest, bits(magnitude(load<vf>(g_ + e))));
+        return (uint32_t)horizontal_max(largest) <= kLargestRoot;
     }
 
     // Elements of the loaded gradient that are not finite, or whose square is not.
     int64_t count_bad(int n) const {
         int64_t bad = 0;
-        for (int e = 0; e < n; ++e) bad += !(g_[e] * g_[e] <= kLargest);
+        for (int e = 0; e < n; ++e) bad += (bits(g_[e]) & 0x7FFFFFFFu) > kLargestRoot;
         return bad;
     }
 
@@ -134,8 +135,7 @@ class Pipeline {
         return {s.key, plain || master || s.rounding == ML_NEAREST ? nullptr : thresholds};
     }
 
-    static constexpr float kLargest = 3.402823466e+38f;
-    static vi is_finite_square(vf g) { return g * g <= kLargest; }
+    static constexpr uint32_t kLargestRoot = 0x5F7FFFFFu;  // bits of the largest float whose square is finite
 
     // Arrays are contiguous across rows, so what follows a span is what the next one reads.
     Upcoming after(const Span& s, const void* start, int bits) const {
@@ -172,7 +172,7 @@ class Pipeline {
         encode(weight, t_.cols, s, w_, weight_draw_.thresholds, blocks, b_.codes(), decoded, dry);
         if (is_scaled(weight) && !known) {
             const int64_t first = metadata_index(weight, s);
-            for (int k = 0; k < block_count(weight, s.n); ++k) write_metadata(weight, first + k, blocks[k]);
+            for_each_block(s, weight.block, [&](int, int, int k) { write_metadata(weight, first + k, blocks[k]); });
         }
         if (!inject_) return;
         for (int e = 0; e < s.n; e += kLanes) {
@@ -187,13 +187,11 @@ class Pipeline {
         const MlStorage& weight = t_.weight;
         if (!is_scaled(weight)) return nullptr;
         const int64_t first = metadata_index(weight, s);
-        for (int k = 0; k < block_count(weight, s.n); ++k) {
-            const int start = (int)(k * weight.block);
-            const int64_t length = s.n - start < weight.block ? s.n - start : weight.block;
-            const float peak = absmax(b_.w + start, (int)length);
+        for_each_block(s, weight.block, [&](int e, int length, int k) {
+            const float peak = absmax(b_.w + e, length);
             const float scale = next_scale(weight, t_.scale_policy, peak, read_scale(weight, first + k));
             b_.blocks[k] = scaled_block(weight, scale, peak);
-        }
+        });
         return b_.blocks;
     }
 
@@ -202,14 +200,10 @@ class Pipeline {
         const Metadata* blocks = known;
         if (!known && is_scaled(moment)) {
             const int64_t first = metadata_index(moment, s);
-            for (int k = 0; k < block_count(moment, s.n); ++k) {
-                const int start = (int)(k * moment.block);
-                const int length = (int)(s.n - start < moment.block ? s.n - start : moment.block);
-                Summary summary(moment, length);
-                summary.add(x + start, length);
-                b_.blocks[k] = summary.fresh();
+            for_each_block(s, moment.block, [&](int e, int length, int k) {
+                b_.blocks[k] = fresh_block(moment, x + e, length);
                 write_metadata(moment, first + k, b_.blocks[k]);
-            }
+            });
             blocks = b_.blocks;
         }
         encode(moment, t_.cols, s, x, thresholds, blocks, b_.codes(), nullptr);

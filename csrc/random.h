@@ -34,14 +34,14 @@ class ChunkRandom {
     vu counter_, offset_;
 };
 
-// What stochastic rounding compares a fraction with: (u + 1/2) / 2^16, exact, for u becomes the upper mantissa bits of a
-// float in [1, 2).
+// What stochastic rounding compares a fraction with: (u + 1/2) / 2^16, exact, with or without fusing.
 inline vf threshold(vu words) {
-    return from_bits((vi)(((words >> 9) & 0x7FFF80u) | 0x3F800040u)) - 1.0f;
+    const vf u = to_float((vi)(words >> 16));
+    return kHasFma ? fma(u, splat(0x1p-16f), splat(0x1p-17f)) : u * 0x1p-16f + 0x1p-17f;
 }
 
 // The integer u below 2^16 that a threshold was made of.
-inline vu dither(vf threshold) { return ((vu)bits(threshold + 1.0f) >> 7) & 0xFFFFu; }
+inline vu dither(vf threshold) { return (vu)to_int(threshold * 0x1p16f); }
 
 // Where the thresholds of one stored tensor go, one an element; nowhere if it is rounded to nearest.
 struct Draw {
