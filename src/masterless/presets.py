@@ -43,9 +43,6 @@ class Preset:
         ).per_parameter
 
 
-_NO_MOMENTUM = {"exp_avg": "none", "exp_avg_sq": "factored", "betas": (0.0, 0.95), "error_compensation": False}
-
-
 def _preset(name: str, weights: str | None, summary: str, **options: Any) -> Preset:
     return Preset(name, weights, MappingProxyType(options), summary)
 
@@ -57,8 +54,25 @@ PRESETS: dict[str, Preset] = {
         _preset(
             "states-8bit", None, "fp32 weights, 8-bit states", exp_avg="int8", exp_avg_sq="log8", betas=(0.9, 0.95)
         ),
-        _preset("1-byte", "int8", "INT8 weights, no first moment, factored second", **_NO_MOMENTUM),
-        _preset("1-byte-int4", "int4+4", "INT4 in the forward pass, 4 hidden bits, no first moment", **_NO_MOMENTUM),
+        _preset(
+            "1-byte",
+            "int8",
+            "INT8 weights, no first moment, factored second",
+            exp_avg="none",
+            exp_avg_sq="factored",
+            betas=(0.0, 0.95),
+            error_compensation=False,
+        ),
+        _preset(
+            "1-byte-int4",
+            "int4",
+            "INT4 weights, 4-bit first moment, factored second",
+            exp_avg="int4",
+            exp_avg_sq="factored",
+            betas=(0.35, 0.95),
+            weight_rounding="nearest",
+        ),
+        # Two bits of momentum are too coarse to carry the weights' residue as well: it is dropped.
         _preset(
             "1.3-byte",
             "int8",
@@ -66,6 +80,7 @@ PRESETS: dict[str, Preset] = {
             exp_avg="int2",
             exp_avg_sq="factored",
             betas=(0.527, 0.95),
+            error_compensation=False,
         ),
         _preset(
             "1.3-byte-int4",
@@ -90,7 +105,7 @@ PRESETS: dict[str, Preset] = {
             "INT4 in the forward pass, 4 hidden bits, 4-bit first moment, 2-bit second",
             exp_avg="int4",
             exp_avg_sq="log2",
-            betas=(0.9, 0.95),
+            betas=(0.82, 0.95),
         ),
         _preset(
             "2.3-byte",
@@ -98,7 +113,8 @@ PRESETS: dict[str, Preset] = {
             "INT8 weights, 8-bit first moment, 2-bit second",
             exp_avg="int8",
             exp_avg_sq="log2",
-            betas=(0.9, 0.95),
+            betas=(0.82, 0.95),
+            moment_units="update",
         ),
     )
 }

@@ -20,7 +20,7 @@ from masterless.train.config import FIELDS, ConfigError, RunConfig, read_toml, r
 if TYPE_CHECKING:
     from masterless.train.experiment import Experiment
 
-DEFAULT = "fp32,1.8-byte,1.3-byte-int4,1-byte,naive-int4"
+DEFAULT = "fp32,1.8-byte,1.3-byte-int4,1-byte-int4,naive-int4"
 _NOT_SHARED = {
     "formats",
     "init",

@@ -66,7 +66,7 @@ class RunConfig:
     )
 
     optimizer: str = _option("AdamW", "optimizer", f"One of {', '.join(OPTIMIZERS)}.")
-    lr: float | None = _option(None, "optimizer", "Peak learning rate.", "0.002; Lion 0.0003, SGD 0.1, Adafactor 0.05")
+    lr: float | None = _option(None, "optimizer", "Peak learning rate.", "0.001; Lion 0.0003, SGD 0.1, Adafactor 0.05")
     min_lr: float | None = _option(None, "optimizer", "Learning rate at the end of the cosine.", "lr / 10")
     warmup: int | None = _option(None, "optimizer", "Steps of linear warm-up.", "50, at most a tenth of the steps")
     beta1: float | None = _option(None, "optimizer", "Decay of the first moment.", "preset")
@@ -130,7 +130,7 @@ def resolve(
         "error_compensation": preset.options.get("error_compensation", True),
         "beta1": betas[0],
         "beta2": betas[1],
-        "lr": _LR.get(config.optimizer, 2e-3),
+        "lr": _LR.get(config.optimizer, 1e-3),
         "warmup": min(50, config.steps // 10),
         "eval_every": max(1, config.steps // 15),
     }
@@ -159,7 +159,7 @@ def _check(config: RunConfig) -> None:
         config.threads is None or config.threads >= 1, "threads", "must be at least 1; leave it out for torch's own"
     )
     assert config.lr is not None and config.min_lr is not None and config.warmup is not None
-    require(math.isfinite(config.lr) and config.lr > 0, "lr", "must be positive and finite; try 0.002")
+    require(math.isfinite(config.lr) and config.lr > 0, "lr", "must be positive and finite; try 0.001")
     require(0 <= config.min_lr <= config.lr, "min_lr", f"must lie between 0 and lr={config.lr:g}; lower it or raise lr")
     require(config.warmup <= config.steps, "warmup", f"longer than the run of {config.steps} steps; lower it")
     require(
