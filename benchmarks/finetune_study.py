@@ -31,6 +31,12 @@ BASE = Path(__file__).parent.parent / "runs" / "finetune"
 FP32 = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
 DROP = {"error_compensation": False}
 
+
+def states(first: str, beta1: float, second: str) -> dict[str, Any]:
+    """Options of AdamW: two state formats and beta1."""
+    return {"exp_avg": first, "exp_avg_sq": second, "betas": (beta1, 0.95)}
+
+
 RUNS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "fp32": (None, FP32),
     "int4 master weights (QAT)": ("int4+32", FP32),
@@ -38,11 +44,18 @@ RUNS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "int4 naive stochastic": ("int4", {**FP32, **DROP}),
     "int4 ECO stochastic": ("int4", FP32),
     "int4 ECO nearest, b1 .35": ("int4", {**FP32, "weight_rounding": "nearest", "betas": (0.35, 0.95)}),
-    "int4 ECO stochastic, int4 m (b1 .82), log2 v": (
+    "int4 ECO nearest, b1 .1": ("int4", {**FP32, "weight_rounding": "nearest", "betas": (0.1, 0.95)}),
+    "int4 ECO stochastic, int4 m (b1 .82), log2 v": ("int4", states("int4", 0.82, "log2")),
+    "int4 ECO stochastic, int4 m (b1 .82), factored v": ("int4", states("int4", 0.82, "factored")),
+    "int4 naive stochastic, int4 m (b1 .82), factored v": ("int4", {**states("int4", 0.82, "factored"), **DROP}),
+    "int4 ECO nearest, int4 m (b1 .35), factored v": (
         "int4",
-        {"exp_avg": "int4", "exp_avg_sq": "log2", "betas": (0.82, 0.95)},
+        {**states("int4", 0.35, "factored"), "weight_rounding": "nearest"},
     ),
-    "int4+4, no m, factored v": ("int4+4", {**DROP, "exp_avg": "none", "exp_avg_sq": "factored", "betas": (0.0, 0.95)}),
+    "int4+4, no m, factored v": ("int4+4", {**DROP, **states("none", 0.0, "factored")}),
+    "int8, no m, factored v": ("int8", {**DROP, **states("none", 0.0, "factored")}),
+    "int8 naive stochastic, int2 m (b1 .53), factored v": ("int8", {**DROP, **states("int2", 0.527, "factored")}),
+    "fp8 ECO stochastic, int4 m (b1 .82), log2 v": ("fp8", states("int4", 0.82, "log2")),
 }
 
 
