@@ -318,9 +318,9 @@ class Changes(NamedTuple):
     which: Sequence[int]
 
 
-def step_described(rows: Sequence[bytes], changes: Changes) -> NDArray[np.int64]:
-    """As `step`, for tasks that were described before; fills in what has changed since."""
-    described = bytearray().join(rows)
+def step_described(rows: bytes, changes: Changes) -> NDArray[np.int64]:
+    """As `step`, for tasks that were described before (joined); fills in what has changed since."""
+    described = bytearray(rows)
     tasks = np.frombuffer(described, dtype=_ROW)
     tasks["grad"] = changes.grads
     tasks["keys"] = changes.keys

@@ -74,11 +74,12 @@ class LowBitOptimizer(Optimizer):
     nonfinite_counts: dict[str, int]
     reset_counts: dict[str, int]
     prepared: dict[int, stepping.Prepared]  # by the parameter's id
+    batch: stepping.Batch | None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.nonfinite_counts = {}
         self.reset_counts = {}
-        self.prepared = {}
+        self.prepared, self.batch = {}, None
         defaults = {**COMMON_DEFAULTS, **defaults, "masterless_version": checkpoint.VERSION}
         self._check_group(dict(defaults))  # a copy: what "auto" resolves to is each group's own affair
         super().__init__(params, defaults)
@@ -351,7 +352,7 @@ class LowBitOptimizer(Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("nonfinite_counts", {})
         self.__dict__.setdefault("reset_counts", {})
-        self.prepared = {}
+        self.prepared, self.batch = {}, None
         checkpoint.finish_load(self)
 
     def torch_state_dict(self) -> dict[str, Any]:

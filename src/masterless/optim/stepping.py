@@ -5,7 +5,8 @@ Contract:
       than stepping a small tensor, so the description is kept (`Prepared`), and later steps only fill in the
       gradient's address, the keys of the random bits and the rule's scalars.
     * Nothing is assumed to have stayed: every step looks at the addresses of weight and states, the options of the
-      group and the name, and what differs is described anew. Tensors are known by address only, so none is kept alive.
+      group and the name (`_evidence`), and what differs is described anew. States are known by address only, so none
+      is kept alive. That look is all the Python a parameter costs, hence its loops run inside `map`.
     * What the kernel does not take (sharded parameters, other devices, ``backend="reference"``) is a task for
       `ops.step`, with the same result to the bit.
 """
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,27 +41,37 @@ if TYPE_CHECKING:
 
 Member = tuple[dict[str, Any], Tensor, str]  # a parameter between its group and its name
 State = dict[str, Any]
+_address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
+_dtype, _layout, _shape = attrgetter("dtype"), attrgetter("layout"), attrgetter("shape")
 PLAIN = {torch.float32: parse("fp32"), torch.bfloat16: parse("bf16")}
 
 
 def step(optimizer: LowBitOptimizer, members: Sequence[Member]) -> dict[str, int]:
     """Steps the parameters; returns, by name, how many elements of a gradient were not finite (where any)."""
-    with torch._C.DisableTorchFunctionSubclass():  # a subclass's `.grad` is a slow call otherwise
-        grads = [_dense_gradient(optimizer, p, name) for _, p, name in members]  # all, before any of them moves
+    if not members:
+        return {}
+    grads = _dense_gradients(optimizer, members)  # all of them are checked before any parameter moves
     states = [optimizer.state[p] for _, p, _ in members]
-    prepared = _still_prepared(optimizer, members, grads, states)
+    batch = _last_batch(optimizer, members, grads, states)
+    prepared = batch.prepared if batch is not None else _still_prepared(optimizer, members, grads, states)
     _count_step(optimizer, members, states, prepared)
     afterwards = [resets.before_step(optimizer, g, p, name) for g, p, name in members if g["reset"] is not None]
-    batches: dict[str, list[Task]] = {}
+    others: dict[str, list[Task]] = {}
     copies: list[tuple[Tensor, Tensor]] = []
-    for i in [i for i, known in enumerate(prepared) if known is None]:
-        task = _task(optimizer, members[i], grads[i], states[i], copies)
-        prepared[i] = _prepare(optimizer, members[i], task, states[i])
-        if prepared[i] is None:
-            # Collectives have one order on all ranks: they are the reference's.
-            batches.setdefault("reference" if task.collective else task.group["backend"], []).append(task)
-    bad = _step_prepared(optimizer, members, grads, states, prepared)
-    for backend, tasks in batches.items():
+    if batch is None:
+        for i in [i for i, known in enumerate(prepared) if known is None]:
+            task = _task(optimizer, members[i], grads[i], states[i], copies)
+            prepared[i] = _prepare(optimizer, members[i], task, states[i])
+            if prepared[i] is None:
+                # Collectives have one order on all ranks: they are the reference's.
+                others.setdefault("reference" if task.collective else task.group["backend"], []).append(task)
+        fused = [known is not None for known in prepared]
+        columns = [list(compress(column, fused)) for column in (members, grads, states, prepared)]
+        batch = optimizer.batch = _batch(optimizer, *columns)
+        bad = _step_batch(optimizer, batch, *columns[:3])
+    else:
+        bad = _step_batch(optimizer, batch, members, grads, states)
+    for backend, tasks in others.items():
         bad |= _step_tasks(tasks, backend)
     for p, contiguous in copies:
         p.copy_(contiguous)
@@ -69,17 +81,23 @@ def step(optimizer: LowBitOptimizer, members: Sequence[Member]) -> dict[str, int
     return bad
 
 
-def _dense_gradient(optimizer: LowBitOptimizer, p: Tensor, name: str) -> Tensor:
-    grad = p.grad
-    assert grad is not None
-    if type(grad) is not Tensor:
-        grad = local_of(grad)
-    if grad.layout is not torch.strided:
+def _dense_gradients(optimizer: LowBitOptimizer, members: Sequence[Member]) -> list[Tensor]:
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass's `.grad` is a slow call otherwise
+        grads: list[Any] = [p.grad for _, p, _ in members]
+    usual = {*map(type, grads)} == {Tensor} and {*map(_layout, grads)} == {torch.strided}
+    if usual and all(map(_is_contiguous, grads)):
+        return grads
+    return [_dense_gradient(optimizer, grad, name) for grad, (_, _, name) in zip(grads, members, strict=True)]
+
+
+def _dense_gradient(optimizer: LowBitOptimizer, grad: Tensor, name: str) -> Tensor:
+    grad = local_of(grad)
+    if grad.layout != torch.strided:
         raise RuntimeError(
             f"{type(optimizer).__name__}: the gradient of {name} is sparse ({grad.layout}); blocks of a low-bit state "
             f"share a scale, so all of it changes at every step. Use dense gradients (sparse=False)"
         )
-    return grad if grad.is_contiguous() else grad.contiguous()
+    return grad.contiguous()
 
 
 def _count_step(
@@ -166,14 +184,47 @@ class Prepared:
 
     parameter: Tensor
     name: str
-    settings: tuple[Any, ...]  # of its group: `_settings`
-    grad_dtype: torch.dtype
-    weight: list[Any]  # `_weight_evidence`
-    state_keys: list[str]  # of the stored tensors in the parameter's state ...
-    state_addresses: list[int]  # ... and where they lie
+    evidence: list[Any]
     counter: NDArray[np.float32]  # ``state["step"]`` in place: hundreds of tensor additions outlast the kernel
     identity: int  # of the random bits
     row: bytes
+
+
+@dataclass(slots=True)
+class Batch:
+    """All that the last step prepared, side by side: the next step is usually of the same parameters."""
+
+    evidence: list[Any] | None
+    prepared: list[Any]
+    identities: NDArray[np.uint64]
+    rows: bytes
+    has_resets: bool  # whether a moment of any parameter is younger than the parameter
+
+
+def _evidence(
+    optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor], states: Sequence[State]
+) -> list[Any] | None:
+    """All that descriptions of these parameters depend on: equal evidence, equal descriptions. None if unknowable."""
+    groups, parameters, names = zip(*members, strict=True)
+    plain = [p for p in parameters if not isinstance(p, QuantizedTensor)]
+    stored = [p.stored for p in parameters if isinstance(p, QuantizedTensor)]
+    try:
+        return [
+            *map(id, parameters),
+            *names,
+            *map(id, groups),
+            *[_settings(optimizer, group) for group in {id(group): group for group in groups}.values()],
+            *map(_dtype, grads),
+            *map(_address, chain.from_iterable(map(dict.values, states))),
+            *map(_address, plain),
+            *map(_shape, plain),
+            *map(_dtype, plain),
+            *map(_is_contiguous, plain),
+            *[(storage.shape, storage.format) for storage in stored],
+            *map(_address, chain.from_iterable(storage.tensors.values() for storage in stored)),
+        ]
+    except TypeError:  # somebody keeps things in the state that are no tensors
+        return None
 
 
 def _settings(optimizer: LowBitOptimizer, group: dict[str, Any]) -> tuple[Any, ...]:
@@ -192,120 +243,91 @@ def _settings(optimizer: LowBitOptimizer, group: dict[str, Any]) -> tuple[Any, .
     )
 
 
-def _weight_evidence(p: Tensor) -> list[Any]:
-    """Where a weight lies, and its shape."""
-    if isinstance(p, QuantizedTensor):
-        return [p.stored.shape, p.stored.format, *[tensor.data_ptr() for tensor in p.stored.tensors.values()]]
-    return [p.data_ptr(), p.shape, p.dtype, p.is_contiguous()]
-
-
 def _prepare(optimizer: LowBitOptimizer, member: Member, task: Task, state: State) -> Prepared | None:
     """Describes a parameter's step and keeps the description; None if the kernel cannot step it where it lies."""
     group, p, name = member
     in_place = local_of(p) is p and (isinstance(p, QuantizedTensor) or p.is_contiguous())
     if not in_place or group["backend"] != "auto" or kernels.load() is None or not cpu.supports(task):
         return None
-    moments = [storage for storage in (task.first, task.second) if storage is not None]
-    stored = {id(tensor) for storage in moments for tensor in storage.tensors.values()}
-    keys = ["step", *(key for key, value in state.items() if id(value) in stored)]
-    optimizer.prepared[id(p)] = prepared = Prepared(
-        parameter=p,
-        name=name,
-        settings=_settings(optimizer, group),
-        grad_dtype=task.grad.dtype,
-        weight=_weight_evidence(p),
-        state_keys=keys,
-        state_addresses=[state[key].data_ptr() for key in keys],
-        counter=state["step"].numpy(),
-        identity=parameter_id(name),
-        row=cpu.describe(task),
-    )
-    return prepared
+    evidence = _evidence(optimizer, [member], [task.grad], [state])
+    if evidence is None:
+        return None
+    known = Prepared(p, name, evidence, state["step"].numpy(), parameter_id(name), cpu.describe(task))
+    optimizer.prepared[id(p)] = known
+    return known
 
 
 def _still_prepared(
     optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor], states: Sequence[State]
 ) -> list[Prepared | None]:
     """The descriptions that still hold; None where there is none."""
+
+    def holds(known: Prepared | None, *live: Any) -> bool:
+        return known is not None and known.evidence == _evidence(optimizer, *([one] for one in live))
+
     found = [optimizer.prepared.get(id(p)) for _, p, _ in members]
-    groups = {id(group): group for group, _, _ in members}
-    settings = {key: _settings(optimizer, group) for key, group in groups.items()}
-    if None not in found and _hold(found, members, grads, states, settings):  # the usual case: all at once
-        return found
     rows = zip(found, members, grads, states, strict=True)
-    return [known if known and _hold([known], [m], [g], [s], settings) else None for known, m, g, s in rows]
+    return [row[0] if holds(*row) else None for row in rows]
 
 
-def _hold(
-    prepared: Sequence[Any],
-    members: Sequence[Member],
-    grads: Sequence[Tensor],
-    states: Sequence[State],
-    settings: dict[int, tuple[Any, ...]],
-) -> bool:
-    """Whether nothing has changed that these descriptions were made from."""
-    try:
-        return (
-            all([known.parameter is p for known, (_, p, _) in zip(prepared, members, strict=True)])
-            and [known.name for known in prepared] == [name for _, _, name in members]
-            and [known.settings for known in prepared] == [settings[id(group)] for group, _, _ in members]
-            and [known.grad_dtype for known in prepared] == [grad.dtype for grad in grads]
-            and [known.weight for known in prepared] == [_weight_evidence(p) for _, p, _ in members]
-            and [address for known in prepared for address in known.state_addresses]
-            == [s[key].data_ptr() for s, known in zip(states, prepared, strict=True) for key in known.state_keys]
-        )
-    except KeyError:  # a state has been taken away
-        return False
-
-
-def _step_prepared(
+def _batch(
     optimizer: LowBitOptimizer,
     members: Sequence[Member],
     grads: Sequence[Tensor],
     states: Sequence[State],
-    prepared: Sequence[Prepared | None],
+    prepared: list[Prepared],
+) -> Batch:
+    return Batch(
+        evidence=_evidence(optimizer, members, grads, states) if members else None,
+        prepared=prepared,
+        identities=np.array([known.identity for known in prepared], dtype=np.uint64),
+        rows=b"".join([known.row for known in prepared]),
+        has_resets=any(key.endswith(".reset_step") for state in states for key in state),
+    )
+
+
+def _last_batch(
+    optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor], states: Sequence[State]
+) -> Batch | None:
+    """The last step's batch, if it was of these very parameters and nothing has changed since."""
+    batch = optimizer.batch
+    if batch is None or batch.evidence is None or len(batch.prepared) != len(members):
+        return None
+    if any([known.parameter is not p for known, (_, p, _) in zip(batch.prepared, members, strict=True)]):
+        return None
+    return batch if batch.evidence == _evidence(optimizer, members, grads, states) else None
+
+
+def _step_batch(
+    optimizer: LowBitOptimizer,
+    batch: Batch,
+    members: Sequence[Member],
+    grads: Sequence[Tensor],
+    states: Sequence[State],
 ) -> dict[str, int]:
-    """Steps all that is prepared in one call of the kernel; returns what `step` does."""
-    known = [one for one in prepared if one is not None]
-    if not known:
+    """Steps all of a batch in one call of the kernel; returns what `step` does."""
+    if not members:
         return {}
-    if len(known) < len(prepared):
-        chosen = [one is not None for one in prepared]
-        members, grads, states = [*compress(members, chosen)], [*compress(grads, chosen)], [*compress(states, chosen)]
-    counts = [int(one.counter) for one in known]
-    numbers = _Numbers(optimizer)
-    which = [numbers.of(group, s, count) for (group, _, _), s, count in zip(members, states, counts, strict=True)]
-    seeds, identities = [group["seed"] for group, _, _ in members], [one.identity for one in known]
-    keys = stream_keys(*(np.array(column, dtype=np.uint64) for column in (seeds, counts, identities)))
-    changes = cpu.Changes([grad.data_ptr() for grad in grads], keys, numbers.different, which)
-    bad = cpu.step_described([one.row for one in known], changes)
+    groups = [group for group, _, _ in members]
+    counts: list[Any] = [int(known.counter) for known in batch.prepared]
+    ages = [optimizer._local_steps(state) for state in states] if batch.has_resets else counts
+    kinds = list(zip(map(id, groups), ages, strict=True))  # parameters of one group and one age share their scalars
+    different = dict(zip(kinds, groups, strict=True))
+    position = {kind: i for i, kind in enumerate(different)}
+    numbers = []
+    for (_, age), group in different.items():
+        rule = optimizer.rule(group)
+        scalars = rule.scalars(group, *(age if batch.has_resets else (age, age)))
+        numbers.append(cpu.Numbers(rule, scalars, group, _scale_policy(group, scalars)))
+    seeds, steps = (np.array(c, dtype=np.uint64) for c in ([group["seed"] for group in groups], counts))
+    changes = cpu.Changes(
+        grads=list(map(_address, grads)),
+        keys=stream_keys(seeds, steps, batch.identities),
+        numbers=numbers,
+        which=[position[kind] for kind in kinds],
+    )
+    bad = cpu.step_described(batch.rows, changes)
     # The kernel writes through pointers: tell autograd, which checks that saved weights are unchanged.
-    quantized = [p.stored for _, p, _ in members if isinstance(p, QuantizedTensor)]
-    increment_version([next(iter(storage.tensors.values())) for storage in quantized])
-    return {known[i].name: int(bad[i]) for i in np.flatnonzero(bad)}
-
-
-class _Numbers:
-    """The different sets of scalars of one step: parameters of one group and one age share theirs."""
-
-    def __init__(self, optimizer: LowBitOptimizer) -> None:
-        self.different: list[cpu.Numbers] = []
-        self._optimizer = optimizer
-        self._first_reset, self._second_reset = (
-            f"{optimizer.first_name}.reset_step",
-            f"{optimizer.second_name}.reset_step",
-        )
-        self._positions: dict[tuple[int, int, int], int] = {}
-
-    def of(self, group: dict[str, Any], state: State, count: int) -> int:
-        """The position in `different` of a parameter's numbers."""
-        first = second = count
-        if self._first_reset in state or self._second_reset in state:
-            first, second = self._optimizer._local_steps(state)
-        position = self._positions.get((id(group), first, second))
-        if position is None:
-            position = self._positions[id(group), first, second] = len(self.different)
-            rule = self._optimizer.rule(group)
-            scalars = rule.scalars(group, first, second)
-            self.different.append(cpu.Numbers(rule, scalars, group, _scale_policy(group, scalars)))
-        return position
+    stored = [p.stored for _, p, _ in members if isinstance(p, QuantizedTensor)]
+    increment_version([next(iter(storage.tensors.values())) for storage in stored])
+    return {batch.prepared[i].name: int(bad[i]) for i in np.flatnonzero(bad)}
