@@ -125,7 +125,14 @@ def learning_rate() -> list[Experiment]:
         *((recipe, (1e-3, 2e-3)) for recipe in (ONE_BYTE, EIGHT_TWO, INT4_NEAREST)),
         (FP8, (5e-4, 1e-3, 2e-3)),
     ]
-    return [recipe.at(f"{recipe.label}, lr {lr:g}", lr=lr) for recipe, rates in grid for lr in rates]
+    rows = [recipe.at(f"{recipe.label}, lr {lr:g}", lr=lr) for recipe, rates in grid for lr in rates]
+    wide = [FP32, TWO_BYTES, FP8, VISIBLE4_4, EIGHT_TWO_DROPPED]
+    return rows + [
+        recipe.at(f"{recipe.label}, lr {lr:g}, 1.04M, 3000 steps", model=LARGE, steps=3000, lr=lr)
+        for recipe in wide
+        for lr in (1e-3, 2e-3)
+        if recipe is not FP32 or lr == 1e-3
+    ]
 
 
 def one_byte() -> list[Experiment]:
@@ -279,7 +286,9 @@ def length() -> list[Experiment]:
 def size() -> list[Experiment]:
     """How the gap moves with the size of the model: 98k, 393k, 1.04M parameters, 3000 steps (one seed)."""
     sizes = {"98k": SMALL, "393k": MEDIUM, "1.04M": LARGE}
-    return [r.at(f"{r.label}, {name}", model=model, steps=3000) for name, model in sizes.items() for r in TREND]
+    return [
+        r.at(f"{r.label}, {name}", model=model, steps=3000, lr=1e-3) for name, model in sizes.items() for r in TREND
+    ]
 
 
 def presets() -> list[Experiment]:
@@ -296,8 +305,9 @@ def presets() -> list[Experiment]:
         ONE_BYTE,
         FOUR_FOUR,
     ]
-    deciding = [recipe.at(model=LARGE, seed=seed, steps=3000) for seed in (0, 1) for recipe in rows]
-    return [*deciding, *(recipe.at(model=LARGE, steps=3000) for recipe in PEERS)]
+    # A wider model wants a smaller learning rate: what 2e-3 costs here is in part "learning-rate".
+    deciding = [recipe.at(model=LARGE, seed=seed, steps=3000, lr=1e-3) for seed in (0, 1) for recipe in rows]
+    return [*deciding, *(recipe.at(model=LARGE, steps=3000, lr=1e-3) for recipe in PEERS)]
 
 
 PARTS = {
