@@ -42,6 +42,18 @@ inline Metadata scaled_block(const MlStorage& s, float scale, float absmax) {
     return block;
 }
 
+// Where what rounding loses goes: moment += (number - what was stored) * unit, element by element.
+struct Injection {
+    float* moment = nullptr;  // null: it is dropped
+    const float* unit = nullptr;
+
+    explicit operator bool() const { return moment != nullptr; }
+
+    void operator()(int e, vf lost) const {
+        store(moment + e, load<vf>(moment + e) + lost * load<vf>(unit + e));
+    }
+};
+
 inline bool is_scaled(const MlStorage& s) { return s.kind >= ML_LINEAR && s.kind <= ML_LOG; }
 
 inline int64_t metadata_index(const MlStorage& s, const Span& span) {
@@ -146,12 +158,13 @@ inline void widen_floats(float* out, const uint16_t* in, int n) {
     for (; e < n; ++e) out[e] = from_bits((uint32_t)in[e] << 16);
 }
 
-inline void encode_bf16(uint16_t* out, const float* x, int n, const float* thresholds, float* decoded) {
+inline void encode_bf16(uint16_t* out, const float* x, int n, const float* thresholds, const Injection& inject) {
     for (int e = 0; e < n; e += kLanes) {
-        const vi rounded = round_bf16(load<vf>(x + e), thresholds ? thresholds + e : nullptr);
+        const vf number = load<vf>(x + e);
+        const vi rounded = round_bf16(number, thresholds ? thresholds + e : nullptr);
         const vh upper = upper_half(rounded);
         std::memcpy(out + e, &upper, (size_t)(n - e < kLanes ? n - e : kLanes) * sizeof(uint16_t));
-        if (decoded) store(decoded + e, from_bits(rounded));
+        if (inject) inject(e, number - from_bits(rounded));
     }
 }
 
@@ -186,7 +199,8 @@ inline void decode_scaled(const Grid& grid, const MlStorage& s, const Span& span
 
 template <bool kStochastic, class Grid>
 inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span, const float* x,
-                          const float* thresholds, const Metadata* blocks, const Codes& codes, float* decoded) {
+                          const float* thresholds, const Metadata* blocks, const Codes& codes,
+                          const Injection& inject) {
     alignas(64) float quotients[kChunk];
     uint8_t *const visible = codes.visible, *const finer = codes.hidden;
     const int hidden = s.hidden, zero_code = s.zero_code;
@@ -215,7 +229,7 @@ inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span
                 code >>= hidden;
             }
             store_bytes(visible + e + i, code);
-            if (decoded) store(decoded + e + i, level * unit);
+            if (inject) inject(e + i, load<vf>(x + e + i) - level * unit);
         }
     });
 }
@@ -284,19 +298,20 @@ inline void decode(const MlStorage& s, int64_t cols, const Span& span, Codes cod
 }
 
 // Stores a span; `blocks` is its metadata (scaled formats), `thresholds` its random numbers (null: to nearest).
-// `decoded`, if asked for, receives what decoding would give; with `dry` nothing is written.
+// What rounding loses is injected; with `dry` nothing is stored.
 inline void encode(const MlStorage& s, int64_t cols, const Span& span, const float* x, const float* thresholds,
-                   const Metadata* blocks, Codes codes, float* decoded, bool dry = false) {
+                   const Metadata* blocks, Codes codes, Injection inject = {}, bool dry = false) {
     const int64_t at = span.row * cols + span.col;
     if (s.kind == ML_BFLOAT16) {
         uint16_t* out = dry ? (uint16_t*)codes.visible : (uint16_t*)s.values + at;
-        return encode_bf16(out, x, span.n, thresholds, decoded);
+        return encode_bf16(out, x, span.n, thresholds, inject);
     }
     if (s.values) {  // fp32, or a master copy
         if (!dry) copy_floats((float*)s.values + at, x, span.n);
-        if (decoded) copy_floats(decoded, x, span.n);
+        if (inject)  // nothing is lost, and a negative zero becomes a positive one as it does everywhere
+            for (int e = 0; e < span.n; e += kLanes) inject(e, vf{});
         if (s.kind == ML_FLOAT32) return;
-        decoded = nullptr;
+        inject = {};
     }
     const bool in_place = is_unpacked(s, span) && !dry;
     if (in_place) codes.visible = packed_codes(s, span);
@@ -311,8 +326,8 @@ inline void encode(const MlStorage& s, int64_t cols, const Span& span, const flo
             encode_log<LogGrid, ML_STOCHASTIC>(s, span, x, thresholds, blocks, codes);
     } else {
         with_grid(s, [&](const auto& grid) {
-            thresholds ? encode_scaled<true>(grid, s, span, x, thresholds, blocks, codes, decoded)
-                       : encode_scaled<false>(grid, s, span, x, thresholds, blocks, codes, decoded);
+            thresholds ? encode_scaled<true>(grid, s, span, x, thresholds, blocks, codes, inject)
+                       : encode_scaled<false>(grid, s, span, x, thresholds, blocks, codes, inject);
         });
     }
     if (dry) return;

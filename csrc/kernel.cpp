@@ -126,7 +126,7 @@ void decode_all(const MlStorage& stored, int64_t rows, int64_t cols, bool visibl
             const Span span{row, col, (int)std::min<int64_t>(kSpan, cols - col), 0};
             decode(s, cols, span, work.codes(), work.w);
             if (out_is_bf16)
-                encode_bf16((uint16_t*)out + at, work.w, span.n, nullptr, nullptr);
+                encode_bf16((uint16_t*)out + at, work.w, span.n, nullptr, Injection{});
             else
                 copy_floats((float*)out + at, work.w, span.n);
         }

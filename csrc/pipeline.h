@@ -168,18 +168,13 @@ class Pipeline {
     void round_weight(const Span& s, const Metadata* known, bool dry) {
         const MlStorage& weight = t_.weight;
         const Metadata* blocks = known ? known : weight_blocks(s);
-        float* decoded = inject_ ? b_.g : nullptr;  // the gradient is spent
-        encode(weight, t_.cols, s, w_, weight_draw_.thresholds, blocks, b_.codes(), decoded, dry);
+        const Injection inject = inject_ ? Injection{b_.m, b_.unit} : Injection{};
+        encode(weight, t_.cols, s, w_, weight_draw_.thresholds, blocks, b_.codes(), inject, dry);
         if (is_scaled(weight) && !known) {
             const int64_t first = metadata_index(weight, s);
             for_each_block(s, weight.block, [&](int, int, int k) { write_metadata(weight, first + k, blocks[k]); });
         }
-        if (!inject_) return;
-        for (int e = 0; e < s.n; e += kLanes) {
-            const vf error = load<vf>(w_ + e) - load<vf>(decoded + e);
-            store(b_.m + e, load<vf>(b_.m + e) + error * load<vf>(b_.unit + e));
-        }
-        for (int e = s.n; e % kLanes; ++e) b_.m[e] = 0.0f;
+        for (int e = s.n; inject && e % kLanes; ++e) b_.m[e] = 0.0f;
     }
 
     // The weight's scales under its policy.
@@ -206,7 +201,7 @@ class Pipeline {
             });
             blocks = b_.blocks;
         }
-        encode(moment, t_.cols, s, x, thresholds, blocks, b_.codes(), nullptr);
+        encode(moment, t_.cols, s, x, thresholds, blocks, b_.codes());
     }
 
     // --- a row that is one tile and does not fit into the buffers ---------------------------------------------

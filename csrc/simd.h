@@ -61,9 +61,7 @@ inline float from_bits(uint32_t b) {
 inline vf to_float(vi x) { return __builtin_convertvector(x, vf); }
 inline vi to_int(vf x) { return __builtin_convertvector(x, vi); }  // truncates
 
-// Bytes and halves in memory are integers in a vector.
-inline void store_bytes(uint8_t* p, vi x) { store(p, __builtin_convertvector(x, vb)); }
-inline vh upper_half(vi x) { return __builtin_convertvector((vu)x >> 16, vh); }
+// Bytes and halves in memory are integers in a vector: `store_bytes` and `load_bytes`, `upper_half` and `load_halves`.
 
 inline vi lane_numbers() {
     vi v;
@@ -86,6 +84,9 @@ constexpr float kShift = 0x1.8p23f;
 // `lookup(table, index)` is table[index] for indices of up to kTableBits bits; higher bits do not count.
 
 #if defined(__AVX512F__)
+// By intrinsics: GCC takes a conversion of what was a float vector apart, element by element.
+inline void store_bytes(uint8_t* p, vi x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x)); }
+inline vh upper_half(vi x) { return (vh)_mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)x, 16)); }
 inline vi load_bytes(const uint8_t* p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline vi load_halves(const uint16_t* p) { return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 inline vf min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -103,6 +104,12 @@ inline float horizontal_max(vf x) { return _mm512_reduce_max_ps((__m512)x); }
 inline int32_t horizontal_max(vi x) { return _mm512_reduce_max_epi32((__m512i)x); }
 inline bool all(vi mask) { return _mm512_movepi32_mask((__m512i)mask) == 0xFFFF; }
 #elif defined(__AVX2__)
+inline void store_bytes(uint8_t* p, vi x) {
+    const __m256i lowest = _mm256_set1_epi32(0x0C080400);  // of each four-byte element, four to a half
+    const __m256i bytes = _mm256_shuffle_epi8((__m256i)x, lowest);
+    _mm_storel_epi64((__m128i*)p, _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
+}
+inline vh upper_half(vi x) { return __builtin_convertvector((vu)x >> 16, vh); }
 inline vi load_bytes(const uint8_t* p) { return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 inline vi load_halves(const uint16_t* p) { return (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline vf min(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
@@ -128,6 +135,8 @@ inline bool all(vi mask) { return _mm256_movemask_ps((__m256)mask) == 0xFF; }
 #else
 constexpr bool kHasFma = false;
 inline vf fma(vf a, vf, vf) { return a; }  // never called
+inline void store_bytes(uint8_t* p, vi x) { store(p, __builtin_convertvector(x, vb)); }
+inline vh upper_half(vi x) { return __builtin_convertvector((vu)x >> 16, vh); }
 inline vi load_bytes(const uint8_t* p) { return __builtin_convertvector(load<vb>(p), vi); }
 inline vi load_halves(const uint16_t* p) { return __builtin_convertvector(load<vh>(p), vi); }
 inline vf min(vf a, vf b) { return a < b ? a : b; }
