@@ -56,9 +56,13 @@ inline void unpack_plane(const uint8_t* data, int n, int low, uint8_t* codes) {
     if (n == kChunk) return FullPlane<P>::template unpack<kFirst>(data, low, codes);
     constexpr int kMask = (1 << P) - 1;
     const int height = plane_bytes<P>(n);
-    for (int e = 0; e < n; ++e) {
-        const uint8_t code = (uint8_t)(((data[e % height] >> (e / height * P)) & kMask) << low);
-        codes[e] = kFirst ? code : (uint8_t)(codes[e] | code);
+    for (int start = 0, shift = 0; start < n; start += height, shift += P) {
+        uint8_t* const column = codes + start;
+        const int count = n - start < height ? n - start : height;
+        for (int i = 0; i < count; ++i) {
+            const uint8_t code = (uint8_t)(((data[i] >> shift) & kMask) << low);
+            column[i] = kFirst ? code : (uint8_t)(column[i] | code);
+        }
     }
 }
 
@@ -68,7 +72,11 @@ inline void pack_plane(const uint8_t* codes, int n, int low, uint8_t* data) {
     constexpr int kMask = (1 << P) - 1;
     const int height = plane_bytes<P>(n);
     for (int i = 0; i < height; ++i) data[i] = 0;
-    for (int e = 0; e < n; ++e) data[e % height] |= (uint8_t)(((codes[e] >> low) & kMask) << (e / height * P));
+    for (int start = 0, shift = 0; start < n; start += height, shift += P) {
+        const uint8_t* const column = codes + start;
+        const int count = n - start < height ? n - start : height;
+        for (int i = 0; i < count; ++i) data[i] |= (uint8_t)(((column[i] >> low) & kMask) << shift);
+    }
 }
 
 template <bool kFirst>
