@@ -24,6 +24,7 @@ from jobs import Job, Row, load, run_missing
 from masterless import AdamW, Monitor, quantize_, staleness
 from masterless.models import GPT, GPTConfig
 from masterless.monitor import totals
+from masterless.optim import NonFiniteGradientError
 from masterless.train import TrainSettings, stdlib_corpus, train
 
 RESULTS = Path(__file__).parent / "results" / "staleness.jsonl"
@@ -79,8 +80,11 @@ def run(job: Job) -> Row:
     every = max(1, job["steps"] // SAMPLES) if job["part"] == "stalls" else job["steps"] + 1
     started = time.perf_counter()
     with Monitor(optimizer, every=every, sample=1 << 14, histogram=False) as monitor:
-        result = train(model, optimizer, stdlib_corpus(), settings)
-    row: Row = {"loss": result.final_validation_loss}
+        try:
+            loss = train(model, optimizer, stdlib_corpus(), settings).final_validation_loss
+        except NonFiniteGradientError:
+            loss = None  # diverged
+    row: Row = {"loss": loss}
     row["seconds"] = round(time.perf_counter() - started, 1)
     row["cleared"] = sum(optimizer.reset_counts.values())
     row["series"] = [_inner(sample) for sample in monitor.samples]
@@ -139,6 +143,10 @@ def resets_table(rows: list[dict[str, Any]]) -> str:
         own = loss(job["format"], job["rounding"], job["reset"], job["weights"])
         if not own:
             continue
+        named = f"| {job['weights'] or 'fp32'} | {job['format']} | {job['rounding']} | {job['reset'] or ''} |"
+        if None in own.values():
+            lines.append(f"{named} diverged | | |")
+            continue
 
         def against(other: dict[int, float], own: dict[int, float] = own) -> str:
             shared = [100 * (own[seed] / other[seed] - 1) for seed in own if seed in other]
@@ -147,10 +155,7 @@ def resets_table(rows: list[dict[str, Any]]) -> str:
         exact = loss("fp32", "nearest", None, job["weights"])
         plain = loss(job["format"], job["rounding"], None, job["weights"])
         each = " ".join(f"{own[seed]:.4f}" for seed in sorted(own))
-        lines.append(
-            f"| {job['weights'] or 'fp32'} | {job['format']} | {job['rounding']} | {job['reset'] or ''} | {each} | "
-            f"{against(exact)} | {against(plain)} |"
-        )
+        lines.append(f"{named} {each} | {against(exact)} | {against(plain)} |")
     return "\n".join(lines)
 
 
@@ -208,7 +213,7 @@ def main() -> None:
     ]
     for row in run_missing(jobs, run, arguments.out, arguments.workers):
         name = " ".join(str(row[k]) for k in ("part", "weights", "format", "rounding", "reset", "seed"))
-        print(f"{name}: {row['loss']:.4f} in {row['seconds']} s", flush=True)
+        print(f"{name}: {row['loss']} in {row['seconds']} s", flush=True)
 
 
 if __name__ == "__main__":
