@@ -57,15 +57,21 @@ def draw_frontier(path: Path) -> None:
         axes.errorbar(
             [p["bytes"] for p in own], [p["gap"] for p in own], spread, fmt="o", color=colour, capsize=3, label=name
         )
-        for p in own:
-            axes.annotate(p["label"], (p["bytes"], p["gap"]), (6, 5), textcoords="offset points", fontsize=6.5)
+    placed: list[tuple[float, float]] = []  # where labels stand: they run to the right and must not meet
+    for p in sorted(points, key=lambda p: p["gap"]):
+        near = [y for x, y in placed if max(x, p["bytes"]) / min(x, p["bytes"]) < 2.6]
+        height = max([p["gap"] + 0.03, *(y + 0.09 for y in near)])
+        placed.append((p["bytes"], height))
+        line = {"arrowstyle": "-", "color": "0.7", "lw": 0.5} if height > p["gap"] + 0.04 else None
+        axes.annotate(p["label"], (p["bytes"], p["gap"]), (1.05 * p["bytes"], height), fontsize=6.5, arrowprops=line)
     axes.axhline(0, color="0.8", zorder=0)
     axes.set_xscale("log")
     ticks = (1, 1.3, 1.8, 2.3, 4, 6, 9, 12)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
+    axes.set_xlim(0.95, 18)  # room for labels
     axes.set_xlabel("bytes a parameter while training: weight and optimizer states, scales included")
     axes.set_ylabel("validation loss against the best fp32 AdamW, %")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="lower left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
