@@ -310,11 +310,35 @@ def presets() -> list[Experiment]:
     return [*deciding, *(recipe.at(model=LARGE, steps=3000, lr=1e-3) for recipe in PEERS)]
 
 
+def candidates() -> list[Experiment]:
+    """Do the presets get closer to fp32 at fp32's best beta1, with finer groups, or by dropping the error? (1.04M)"""
+    rows = [
+        FP32_BEST,
+        FP8,
+        low_bit("fp8", "int4", 0.527, "log2"),
+        low_bit("int8", "int4", 0.527, "log2"),
+        dropped("int8", "int4", 0.527, "log2"),
+        low_bit("int8", "int4", 0.527, "log2", "nearest weights", **NEAREST),
+        low_bit("int4+4", "int4", 0.527, "log2"),
+        EIGHT_TWO_DROPPED,
+        INT4_NEAREST,
+        low_bit("int4:64", "int4", 0.35, "log2", "nearest weights", **NEAREST),
+        FOUR_FOUR,
+        low_bit("int4:64", "int4", 0.35, "factored", "nearest weights", **NEAREST),
+        low_bit("int8", "int8", 0.527, "log2", moment_units="update"),
+        dropped("int8", "int4", 0.527, "factored"),
+        dropped("fp8", "int4", 0.527, "factored"),
+        dropped("int8", "int8", 0.527, "factored"),
+    ]
+    return [recipe.at(model=LARGE, steps=3000, lr=1e-3) for recipe in rows]
+
+
 PARTS = {
     "learning-rate": learning_rate,
     "one-byte": one_byte,
     "frontier": presets,
     "nearest": nearest,
+    "candidates": candidates,
     "combinations": combinations,
     "moments": moments,
     "hidden-bits": hidden_bits,

@@ -26,6 +26,7 @@ struct Span {
 struct Codes {  // one byte a code; the finer bits of a weight apart
     uint8_t* visible;
     uint8_t* hidden;
+    bool is_packed = false;  // `visible` is as stored
 };
 
 struct Metadata {  // of one block
@@ -46,11 +47,12 @@ inline Metadata scaled_block(const MlStorage& s, float scale, float absmax) {
 struct Injection {
     float* moment = nullptr;  // null: it is dropped
     const float* unit = nullptr;
+    int which_unit = -1;  // 0: one vector of units serves all elements
 
     explicit operator bool() const { return moment != nullptr; }
 
     void operator()(int e, vf lost) const {
-        store(moment + e, load<vf>(moment + e) + lost * load<vf>(unit + e));
+        store(moment + e, load<vf>(moment + e) + lost * load<vf>(unit + (e & which_unit)));
     }
 };
 
@@ -170,14 +172,34 @@ inline void encode_bf16(uint16_t* out, const float* x, int n, const float* thres
 
 // --- scaled formats -----------------------------------------------------------------------------------------
 
-// Stores value(code) for a run of codes; by a table if there are few different ones.
+// Codes that a table can decode without unpacking: its lookup takes no notice of what stands above a code.
+inline bool decodes_packed(const MlStorage& s, const Span& span) {
+    return (s.bits == 2 || s.bits == 4) && s.bits <= kTableBits && !s.hidden && s.block >= kChunk &&
+           span.n % kChunk == 0;
+}
+
+template <int kBits>
+inline void decode_packed_chunk(const uint8_t* data, vf table, float* out) {
+    constexpr int kHeight = FullPlane<kBits>::kHeight;
+    for (int i = 0; i < kHeight; i += kLanes) {
+        const vi bytes = load_bytes(data + i);
+        for (int j = 0; j < FullPlane<kBits>::kPerByte; ++j)
+            store(out + j * kHeight + i, lookup(table, bytes >> (j * kBits)));
+    }
+}
+
+// Stores value(code) for the codes of a run, which starts at element e; by a table if there are few different ones.
 template <class Value>
-inline void decode_run(const uint8_t* codes, int length, int bits, float* out, Value&& value) {
+inline void decode_run(const Codes& codes, int e, int length, int bits, float* out, Value&& value) {
     if (bits <= kTableBits) {
         const vf table = value(lane_numbers() & ((1 << bits) - 1));
-        for (int e = 0; e < length; e += kLanes) store(out + e, lookup(table, load_bytes(codes + e)));
+        if (codes.is_packed) {
+            const uint8_t* const data = codes.visible + packed_offset(e, bits);
+            return bits == 2 ? decode_packed_chunk<2>(data, table, out + e) : decode_packed_chunk<4>(data, table, out + e);
+        }
+        for (int i = e; i < e + length; i += kLanes) store(out + i, lookup(table, load_bytes(codes.visible + i)));
     } else {
-        for (int e = 0; e < length; e += kLanes) store(out + e, value(load_bytes(codes + e)));
+        for (int i = e; i < e + length; i += kLanes) store(out + i, value(load_bytes(codes.visible + i)));
     }
 }
 
@@ -188,8 +210,7 @@ inline void decode_scaled(const Grid& grid, const MlStorage& s, const Span& span
     for_each_run(span, s.block, [&](int e, int length, int block) {
         const float scale = read_scale(s, first + block) * (1.0f / (float)(1 << hidden));
         if (!hidden)
-            return decode_run(codes.visible + e, length, bits, out + e,
-                              [&](vi code) { return grid.level(code) * scale; });
+            return decode_run(codes, e, length, bits, out, [&](vi code) { return grid.level(code) * scale; });
         for (int i = e; i < e + length; i += kLanes) {
             const vi code = (load_bytes(codes.visible + i) << hidden) + load_bytes(codes.hidden + i);
             store(out + i, grid.level(code) * scale);
@@ -252,7 +273,7 @@ inline void decode_log(const MlStorage& s, const Span& span, const Codes& codes,
     const int64_t first = metadata_index(s, span);
     for_each_run(span, s.block, [&](int e, int length, int block) {
         const LogGrid grid(read_log_block(s, first + block), s.bits);
-        decode_run(codes.visible + e, length, s.bits, out + e, [&](vi code) { return grid.level(code); });
+        decode_run(codes, e, length, s.bits, out, [&](vi code) { return grid.level(code); });
     });
 }
 
@@ -284,7 +305,8 @@ inline void decode(const MlStorage& s, int64_t cols, const Span& span, Codes cod
     } else if (s.values) {  // fp32, or a master copy
         copy_floats(out, (const float*)s.values + at, span.n);
     } else {
-        if (is_unpacked(s, span))
+        codes.is_packed = decodes_packed(s, span);
+        if (codes.is_packed || is_unpacked(s, span))
             codes.visible = packed_codes(s, span);
         else
             unpack(packed_codes(s, span), span.n, s.bits, codes.visible);

@@ -79,6 +79,7 @@ class Pipeline {
         const int64_t at = s.row * t_.cols + s.col;
         g_ = b_.g;
         if (t_.grad_is_bf16) {
+            if (s.n % kLanes == 0) return widen_gradient((const uint16_t*)t_.grad + at, s.n);
             widen_floats(b_.g, (const uint16_t*)t_.grad + at, s.n);
         } else if (s.n % kLanes == 0) {
             g_ = (const float*)t_.grad + at;
@@ -88,7 +89,7 @@ class Pipeline {
         for (int e = s.n; e % kLanes; ++e) b_.g[e] = 0.0f;
         vi largest{};  // as float bits, which puts infinity and NaN above the numbers
         for (int e = 0; e < s.n; e += kLanes) largest = max(largest, bits(magnitude(load<vf>(g_ + e))));
-        return (uint32_t)horizontal_max(largest) <= kLargestRoot;
+        return has_finite_square(largest);
     }
 
     // Elements of the loaded gradient that are not finite, or whose square is not.
@@ -115,8 +116,9 @@ class Pipeline {
         if (has_first_) decode(t_.first, t_.cols, s, b_.codes(), b_.m);
         decode_second(s);
         const TileBuffers buffers{g_, w_, b_.m, b_.v, b_.unit, weight_draw_, first_draw_, second_draw_,
-                                  after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32), after(s, t_.weight)};
-        rule_(t_, s.n, s.chunk, buffers);
+                                  after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, kLanes), after(s, t_.weight, kLanes),
+                                  after(s, t_.first, kChunk), after(s, t_.second, kChunk)};
+        rule_.apply(t_, s.n, s.chunk, buffers);
         for (int e = s.n; e % kLanes; ++e) b_.w[e] = b_.m[e] = b_.v[e] = 0.0f;
     }
 
@@ -128,6 +130,19 @@ class Pipeline {
     }
 
   private:
+    static bool has_finite_square(vi float_bits) { return (uint32_t)horizontal_max(float_bits) <= kLargestRoot; }
+
+    // Whole vectors of a bf16 gradient, checked as they pass.
+    bool widen_gradient(const uint16_t* in, int n) {
+        vi largest{};
+        for (int e = 0; e < n; e += kLanes) {
+            const vf g = load_bf16(in + e);
+            store(b_.g + e, g);
+            largest = max(largest, bits(magnitude(g)));
+        }
+        return has_finite_square(largest);
+    }
+
     // A master copy loses nothing, so its visible code is simply the nearest.
     static Draw draw(const MlStorage& s, float* thresholds) {
         const bool plain = s.kind == ML_NONE || s.kind == ML_FLOAT32 || s.kind == ML_FACTORED;
@@ -138,13 +153,13 @@ class Pipeline {
     static constexpr uint32_t kLargestRoot = 0x5F7FFFFFu;  // bits of the largest float whose square is finite
 
     // Arrays are contiguous across rows, so what follows a span is what the next one reads.
-    Upcoming after(const Span& s, const void* start, int bits) const {
-        return {(const char*)start + (s.row * t_.cols + s.col + s.n) * bits / 8, kLanes * bits / 8};
+    Upcoming after(const Span& s, const void* start, int bits, int elements) const {
+        return {(const char*)start + (s.row * t_.cols + s.col + s.n) * bits / 8, elements * bits / 8};
     }
 
-    Upcoming after(const Span& s, const MlStorage& stored) const {
-        if (is_scaled(stored) && !stored.values) return after(s, stored.codes, stored.bits);
-        return after(s, stored.values, stored.kind == ML_BFLOAT16 ? 16 : 32);
+    Upcoming after(const Span& s, const MlStorage& stored, int elements) const {
+        if (is_scaled(stored) && !stored.values) return after(s, stored.codes, stored.bits, elements);
+        return after(s, stored.values, stored.kind == ML_BFLOAT16 ? 16 : 32, elements);
     }
 
     // row_i / mean(row) * col_j
@@ -168,7 +183,7 @@ class Pipeline {
     void round_weight(const Span& s, const Metadata* known, bool dry) {
         const MlStorage& weight = t_.weight;
         const Metadata* blocks = known ? known : weight_blocks(s);
-        const Injection inject = inject_ ? Injection{b_.m, b_.unit} : Injection{};
+        const Injection inject = inject_ ? Injection{b_.m, b_.unit, rule_.has_denominator ? -1 : 0} : Injection{};
         encode(weight, t_.cols, s, w_, weight_draw_.thresholds, blocks, b_.codes(), inject, dry);
         if (is_scaled(weight) && !known) {
             const int64_t first = metadata_index(weight, s);

@@ -129,10 +129,10 @@ inline vf descent_gradient(vf g, vf w, float sign, bool has_l2, vf l2) {
     return has_l2 ? g + w * l2 : g;
 }
 
-// What the next span will read, asked for a little at a time while this one is computed: the larger streams only.
+// What the next span will read, asked for a little at a time while this one is computed.
 struct Upcoming {
     const char* at;
-    int bytes;  // that kLanes elements take
+    int bytes;  // to ask for at a time: those of kLanes elements in a large stream, those of a chunk in a small one
 
     void ask_for_more() {
         __builtin_prefetch(at, 1);
@@ -144,10 +144,11 @@ struct TileBuffers {
     const float* g;
     float *w, *m, *v, *unit;
     Draw weight, first, second;
-    Upcoming next_gradient, next_weight;
+    Upcoming next_gradient, next_weight, next_first, next_second;
 };
 
-// One rule over a span: w becomes the target W~, m and v the new moments, unit the factor of error injection.
+// One rule over a span: w becomes the target W~, m and v the new moments, unit the factor of error injection (one
+// for each element if the rule has a denominator, and a single vector otherwise).
 // The random numbers of the span are drawn along the way, for a rule mostly waits for division and square root.
 template <class Rule, bool kFirst, bool kFactored>
 void apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& buffers) {
@@ -156,10 +157,15 @@ void apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& bu
     const bool inject = task.inject_error && kFirst;
     const float sign = task.maximize ? -1.0f : 1.0f;
     const bool has_l2 = task.has_l2;
-    Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight;
+    constexpr bool kDenominator = Rule::template has_denominator<kFirst>();
+    if (inject && !kDenominator) store(b.unit, c.inject);
+    Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight, next_first = b.next_first,
+             next_second = b.next_second;
     for (int start = 0; start < n; start += kChunk, ++chunk) {
         ChunkRandom weight_random(b.weight.key, chunk), first_random(b.first.key, chunk),
             second_random(b.second.key, chunk);
+        next_first.ask_for_more();
+        next_second.ask_for_more();
         const int stop = n - start < kChunk ? n : start + kChunk;
         for (int e = start; e < stop; e += kLanes) {
             next_gradient.ask_for_more();
@@ -168,12 +174,11 @@ void apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& bu
             const vf g = descent_gradient(load<vf>(b.g + e), w, sign, has_l2, c.l2);
             const SecondMoment second{Rule::kSecond ? load<vf>(b.v + e) : vf{}, kFactored, c};
             const Update u = Rule::template step<kFirst>(g, kFirst ? load<vf>(b.m + e) : vf{}, second, c);
-            constexpr bool kDenominator = Rule::template has_denominator<kFirst>();
             const vf moved = kDenominator ? u.direction / u.denominator : u.direction;
             store(b.w + e, w * c.decay - moved * c.step_size);
             if (kFirst) store(b.m + e, u.first);
             if (Rule::kSecond) store(b.v + e, u.second);
-            if (inject) store(b.unit + e, kDenominator ? u.denominator * c.inject : c.inject);
+            if (kDenominator && inject) store(b.unit + e, u.denominator * c.inject);
             if (b.weight.thresholds) store(b.weight.thresholds + e, threshold(weight_random.next()));
             if (b.first.thresholds) store(b.first.thresholds + e, threshold(first_random.next()));
             if (b.second.thresholds) store(b.second.thresholds + e, threshold(second_random.next()));
@@ -181,11 +186,15 @@ void apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& bu
     }
 }
 
-using RuleFunction = void (*)(const MlTask&, int, uint64_t, const TileBuffers&);
+struct RuleFunction {
+    void (*apply)(const MlTask&, int, uint64_t, const TileBuffers&);
+    bool has_denominator;
+};
 
 template <class Rule, bool kFirst>
 RuleFunction choose(bool factored) {
-    return Rule::kSecond && factored ? apply_rule<Rule, kFirst, Rule::kSecond> : apply_rule<Rule, kFirst, false>;
+    return {Rule::kSecond && factored ? apply_rule<Rule, kFirst, Rule::kSecond> : apply_rule<Rule, kFirst, false>,
+            Rule::template has_denominator<kFirst>()};
 }
 
 template <class Rule>

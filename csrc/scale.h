@@ -43,9 +43,14 @@ inline float next_scale(const MlStorage& s, int32_t policy, float absmax, float 
 
 // The largest magnitude of n numbers, which zeros follow up to a whole vector.
 inline float absmax(const float* x, int n) {
-    vf m{};
-    for (int e = 0; e < n; e += kLanes) m = max(m, magnitude(load<vf>(x + e)));
-    return horizontal_max(m);
+    vf even{}, odd{};  // two chains, for a maximum waits for the one before
+    int e = 0;
+    for (; e + kLanes < n; e += 2 * kLanes) {
+        even = max(even, magnitude(load<vf>(x + e)));
+        odd = max(odd, magnitude(load<vf>(x + e + kLanes)));
+    }
+    if (e < n) even = max(even, magnitude(load<vf>(x + e)));
+    return horizontal_max(max(even, odd));
 }
 
 // x / scale * 2^shift, correctly rounded, without dividing.
