@@ -311,7 +311,7 @@ def presets() -> list[Experiment]:
 
 
 def candidates() -> list[Experiment]:
-    """Do the presets get closer to fp32 at fp32's best beta1, with finer groups, or by dropping the error? (1.04M)"""
+    """Do the presets get closer to fp32 at fp32's best beta1, with finer groups, or by dropping the error?"""
     rows = [
         FP32_BEST,
         FP8,

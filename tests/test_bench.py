@@ -126,7 +126,7 @@ def test_a_peer_that_fails_keeps_its_row():
 def test_a_peer_is_repeated_at_least_twice_and_not_much_longer_than_its_budget(monkeypatch):
     monkeypatch.setattr(measure, "PEER_SECONDS", 0.0)
     baseline = measure._Measured(BASELINES[0], Gradients(SHAPES), 1)
-    assert measure._measure_peer(entry(), Gradients(SHAPES), baseline, 9).repeats == 2
+    assert measure._measure_peer(entry(), Gradients(SHAPES), [baseline], 9).repeats == 2
 
 
 def test_silent_full_precision_is_seen_in_the_state():

@@ -2,11 +2,13 @@
 
 Contract:
     * A ratio is to the entry's baseline on the same tensors and threads, in the same run.
-    * `limit` is the time to move an entry's bytes once (gradient read, weight and states read and written) at the copy
-      bandwidth measured in the same run, as a ratio to the same baseline.
+    * `limit` is the time to move an entry's bytes once (gradient read, weight and states read and written) at the
+      bandwidth of a large in-place addition measured in the same run, as a ratio to the same baseline.
     * Bytes are those of the live tensors (`footprint`).
-    * Other libraries are measured one after the other, each taking turns with its baseline, and repeated until a
-      budget of seconds is spent, twice at least. One that is missing or fails keeps its row, with the reason.
+    * Steps of a few milliseconds are repeated until they have taken some time: their noise is larger.
+    * Other libraries are measured one after the other, each taking turns with all of ours and the baselines, and
+      repeated until a budget of seconds is spent, twice at least. One that is missing or fails keeps its row, with the
+      reason.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from masterless.bench.footprint import fallback_note, resident_bytes
 from masterless.bench.shapes import Shape
 
 WARM_UP = 3
-PEER_SECONDS = 20.0
+LEAST_SECONDS = 0.3
+PEER_SECONDS = 10.0
 PEER_REPEATS = 2  # at least
 
 
@@ -63,10 +66,10 @@ def interleaved(calls: Sequence[Callable[[], object]], repeats: int) -> list[flo
     return best
 
 
-def copy_bandwidth(repeats: int, elements: int = 1 << 26) -> float:
-    """Bytes read plus written per second by a large copy."""
+def memory_bandwidth(repeats: int, elements: int = 1 << 26) -> float:
+    """Bytes read plus written per second by a large addition in place, which like a step writes only what it read."""
     source, target = torch.zeros(elements), torch.zeros(elements)
-    return 2 * source.nbytes / min(seconds(lambda: target.copy_(source)) for _ in range(repeats))
+    return 3 * source.nbytes / min(seconds(lambda: target.add_(source)) for _ in range(repeats))
 
 
 class _Measured:
@@ -107,21 +110,18 @@ def measure(
     for entry in (e for e in entries if not e.peer):
         report(entry.name)
         done[entry.name] = _Measured(entry, gradients, WARM_UP)
-    for i in range(repeats):
-        report(f"repeat {i + 1} of {repeats}")
-        for one in done.values():
+    turns = list(done.values())
+    while turns and (turns[0].repeats < repeats or turns[0].spent < LEAST_SECONDS):
+        report(f"repeat {turns[0].repeats + 1}")
+        for one in turns:
             one.step()
-    baselines = {name: one for name, one in done.items() if one.entry.baseline == name}
-    finished = {name: one for name, one in done.items() if name not in baselines}
-    for one in finished.values():
-        del one.optimizer  # makes room
     for entry in (e for e in entries if e.peer):
         report(entry.name)
         try:
-            done[entry.name] = _measure_peer(entry, gradients, baselines[entry.baseline], repeats)
+            done[entry.name] = _measure_peer(entry, gradients, turns, repeats)
         except Unavailable as error:
             failed[entry.name] = str(error)
-    bandwidth = copy_bandwidth(max(repeats, 3), 1 << 26 if parameters > 1 << 20 else 1 << 20)
+    bandwidth = memory_bandwidth(max(repeats, 3), 1 << 26 if parameters > 1 << 20 else 1 << 20)
 
     def row(entry: Entry) -> Row:
         what = Row(size, parameters, len(shapes), threads, entry.name, entry.baseline, entry.peer)
@@ -143,7 +143,7 @@ def measure(
     return [row(entry) for entry in entries]
 
 
-def _measure_peer(entry: Entry, gradients: Gradients, baseline: _Measured, repeats: int) -> _Measured:
+def _measure_peer(entry: Entry, gradients: Gradients, turns: Sequence[_Measured], repeats: int) -> _Measured:
     try:
         with peers.quiet():
             one = _Measured(entry, gradients, warm_up=1)
@@ -152,7 +152,8 @@ def _measure_peer(entry: Entry, gradients: Gradients, baseline: _Measured, repea
     except Exception as error:  # a peer that fails is a result too
         raise Unavailable(f"fails here: {peers.describe_error(error)}") from error
     while one.repeats < PEER_REPEATS or (one.repeats < repeats and one.spent < PEER_SECONDS):
-        baseline.step()
+        for other in turns:
+            other.step()
         one.step()
     del one.optimizer
     return one

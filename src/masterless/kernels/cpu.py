@@ -309,7 +309,7 @@ class Changes(NamedTuple):
         grads: addresses of the gradients.
         keys: of the random bits, ``[tasks, purposes]``.
         numbers: the different sets of numbers ...
-        which: ... and which of them a task takes.
+        which: ... and which of them a task takes; a single entry is that of all tasks.
     """
 
     grads: Sequence[int]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -75,11 +76,12 @@ class LowBitOptimizer(Optimizer):
     reset_counts: dict[str, int]
     prepared: dict[int, stepping.Prepared]  # by the parameter's id
     batch: stepping.Batch | None
+    roster: tuple[list[Any], list[stepping.Member]] | None  # what the groups were like, and their members
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.nonfinite_counts = {}
         self.reset_counts = {}
-        self.prepared, self.batch = {}, None
+        self.prepared, self.batch, self.roster = {}, None, None
         defaults = {**COMMON_DEFAULTS, **defaults, "masterless_version": checkpoint.VERSION}
         self._check_group(dict(defaults))  # a copy: what "auto" resolves to is each group's own affair
         super().__init__(params, defaults)
@@ -273,20 +275,31 @@ class LowBitOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch._C.DisableTorchFunctionSubclass():  # a subclass's `.grad` is a slow call otherwise
-            stepped = [(g, p, name) for g, p, name in self.parameters() if p.grad is not None]
-        if not self.state and checkpoint.is_rehearsal(self, stepped):
-            for group, p, _ in stepped:
+        members = self._members()
+        with_gradient = [] if self.state else [member for member in members if member[1].grad is not None]
+        if with_gradient and checkpoint.is_rehearsal(self, with_gradient):
+            for group, p, _ in with_gradient:
                 self.state_storage(p, group)
         else:
-            self.step_parameters(stepped)
+            self.step_parameters(members)
         return loss
+
+    def _members(self) -> list[stepping.Member]:
+        """What `parameters` yields, from the last step if the groups have not changed since."""
+        ids = [*map(id, chain.from_iterable([group["params"] for group in self.param_groups]))]
+        names = [[*group.get("param_names", ())] for group in self.param_groups]
+        seen = [*map(id, self.param_groups), ids, names]
+        if self.roster is None or self.roster[0] != seen:
+            self.roster = seen, list(self.parameters())
+        return self.roster[1]
 
     @torch.no_grad()
     def step_parameters(self, parameters: Iterable[tuple[dict[str, Any], Tensor, str]]) -> None:
-        """Steps some of the parameters, given as `parameters` yields them."""
+        """Steps some of the parameters, given as `parameters` yields them; those without a gradient stay."""
         parameters = list(parameters)
         bad = stepping.step(self, parameters)
+        if not bad:
+            return
         for name, count in bad.items():
             self.nonfinite_counts[name] = self.nonfinite_counts.get(name, 0) + count
         fatal = {name: bad[name] for group, _, name in parameters if name in bad and group["nonfinite"] != "skip"}
@@ -352,7 +365,7 @@ class LowBitOptimizer(Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("nonfinite_counts", {})
         self.__dict__.setdefault("reset_counts", {})
-        self.prepared, self.batch = {}, None
+        self.prepared, self.batch, self.roster = {}, None, None
         checkpoint.finish_load(self)
 
     def torch_state_dict(self) -> dict[str, Any]:

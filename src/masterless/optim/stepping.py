@@ -42,52 +42,90 @@ if TYPE_CHECKING:
 Member = tuple[dict[str, Any], Tensor, str]  # a parameter between its group and its name
 State = dict[str, Any]
 _address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
-_dtype, _layout, _shape = attrgetter("dtype"), attrgetter("layout"), attrgetter("shape")
+_dtype, _layout, _shape, _format = map(attrgetter, ("dtype", "layout", "shape", "format"))
 PLAIN = {torch.float32: parse("fp32"), torch.bfloat16: parse("bf16")}
 
 
+@dataclass(slots=True)
+class Live:
+    """Parameters to step and all that is theirs, as it is now; an entry a parameter, but for the last two fields."""
+
+    members: Sequence[Member]
+    groups: Sequence[dict[str, Any]]
+    parameters: Sequence[Tensor]
+    names: Sequence[str]
+    grads: Sequence[Tensor]
+    states: Sequence[State]
+    plain: list[Tensor]  # the dense ones of the parameters ...
+    stored: list[Storage]  # ... and what the quantized ones consist of
+
+    @classmethod
+    def of(cls, members: Sequence[Member], grads: Sequence[Tensor], states: Sequence[State]) -> Live:
+        """The parameters of some members."""
+        groups, parameters, names = zip(*members, strict=True) if members else ((), (), ())
+        quantized = [isinstance(p, QuantizedTensor) for p in parameters]
+        plain = [p for p, q in zip(parameters, quantized, strict=True) if not q]
+        stored: list[Storage] = [p.stored for p in compress(parameters, quantized)]  # type: ignore[attr-defined]
+        return cls(members, groups, parameters, names, grads, states, plain, stored)
+
+    def one(self, i: int) -> Live:
+        """A single parameter of them."""
+        return Live.of([self.members[i]], [self.grads[i]], [self.states[i]])
+
+    def some(self, wanted: Sequence[bool]) -> Live:
+        """Those that are wanted."""
+        if all(wanted):
+            return self
+        members, grads, states = self.members, self.grads, self.states
+        return Live.of([*compress(members, wanted)], [*compress(grads, wanted)], [*compress(states, wanted)])
+
+
 def step(optimizer: LowBitOptimizer, members: Sequence[Member]) -> dict[str, int]:
-    """Steps the parameters; returns, by name, how many elements of a gradient were not finite (where any)."""
-    if not members:
+    """Steps the parameters that have a gradient; returns, by name, how many of its elements were not finite."""
+    live = _live(optimizer, members)
+    if not live.members:
         return {}
-    grads = _dense_gradients(optimizer, members)  # all of them are checked before any parameter moves
-    states = [optimizer.state[p] for _, p, _ in members]
-    batch = _last_batch(optimizer, members, grads, states)
-    prepared = batch.prepared if batch is not None else _still_prepared(optimizer, members, grads, states)
-    _count_step(optimizer, members, states, prepared)
-    afterwards = [resets.before_step(optimizer, g, p, name) for g, p, name in members if g["reset"] is not None]
+    batch = _last_batch(optimizer, live)
+    prepared = batch.prepared if batch is not None else _still_prepared(optimizer, live)
+    _count_step(optimizer, live, prepared)
+    afterwards = [resets.before_step(optimizer, g, p, name) for g, p, name in live.members if g["reset"] is not None]
     others: dict[str, list[Task]] = {}
     copies: list[tuple[Tensor, Tensor]] = []
     if batch is None:
         for i in [i for i, known in enumerate(prepared) if known is None]:
-            task = _task(optimizer, members[i], grads[i], states[i], copies)
-            prepared[i] = _prepare(optimizer, members[i], task, states[i])
+            one = live.one(i)
+            task = _task(optimizer, one, copies)
+            prepared[i] = _prepare(optimizer, one, task)
             if prepared[i] is None:
                 # Collectives have one order on all ranks: they are the reference's.
                 others.setdefault("reference" if task.collective else task.group["backend"], []).append(task)
-        fused = [known is not None for known in prepared]
-        columns = [list(compress(column, fused)) for column in (members, grads, states, prepared)]
-        batch = optimizer.batch = _batch(optimizer, *columns)
-        bad = _step_batch(optimizer, batch, *columns[:3])
+        fused = live.some([known is not None for known in prepared])
+        batch = optimizer.batch = _batch(optimizer, fused, [known for known in prepared if known is not None])
+        bad = _step_batch(optimizer, batch, fused)
     else:
-        bad = _step_batch(optimizer, batch, members, grads, states)
+        bad = _step_batch(optimizer, batch, live)
     for backend, tasks in others.items():
         bad |= _step_tasks(tasks, backend)
     for p, contiguous in copies:
         p.copy_(contiguous)
-    increment_version([p for _, p, _ in members])  # a quantized one changes below its own version counter
+    increment_version(live.parameters)  # a quantized one changes below its own version counter
     for entry in (entry for finish in afterwards for entry in finish()):
         optimizer.reset_counts[entry.parameter] = optimizer.reset_counts.get(entry.parameter, 0) + entry.cleared
     return bad
 
 
-def _dense_gradients(optimizer: LowBitOptimizer, members: Sequence[Member]) -> list[Tensor]:
+def _live(optimizer: LowBitOptimizer, members: Sequence[Member]) -> Live:
+    """The members with a gradient. All gradients are checked before any parameter moves."""
     with torch._C.DisableTorchFunctionSubclass():  # a subclass's `.grad` is a slow call otherwise
         grads: list[Any] = [p.grad for _, p, _ in members]
+    if type(None) in {*map(type, grads)}:
+        members = [member for member, grad in zip(members, grads, strict=True) if grad is not None]
+        grads = [grad for grad in grads if grad is not None]
     usual = {*map(type, grads)} == {Tensor} and {*map(_layout, grads)} == {torch.strided}
-    if usual and all(map(_is_contiguous, grads)):
-        return grads
-    return [_dense_gradient(optimizer, grad, name) for grad, (_, _, name) in zip(grads, members, strict=True)]
+    if not usual or not all(map(_is_contiguous, grads)):
+        grads = [_dense_gradient(optimizer, grad, name) for grad, (_, _, name) in zip(grads, members, strict=True)]
+    state = optimizer.state
+    return Live.of(members, grads, [state[p] for _, p, _ in members])
 
 
 def _dense_gradient(optimizer: LowBitOptimizer, grad: Tensor, name: str) -> Tensor:
@@ -100,12 +138,10 @@ def _dense_gradient(optimizer: LowBitOptimizer, grad: Tensor, name: str) -> Tens
     return grad.contiguous()
 
 
-def _count_step(
-    optimizer: LowBitOptimizer, members: Sequence[Member], states: Sequence[State], prepared: Sequence[Prepared | None]
-) -> None:
-    for (group, p, _), state, known in zip(members, states, prepared, strict=True):
+def _count_step(optimizer: LowBitOptimizer, live: Live, prepared: Sequence[Prepared | None]) -> None:
+    for known, group, p, state in zip(prepared, live.groups, live.parameters, live.states, strict=True):
         if known is not None:
-            known.counter[()] += 1
+            known.counter[0] += 1.0
         else:
             optimizer.state_storage(p, group)  # allocates, if need be
             state["step"] += 1
@@ -119,11 +155,9 @@ def _scale_policy(group: dict[str, Any], scalars: Scalars) -> str:
 # --- tasks ----------------------------------------------------------------------------------------------------
 
 
-def _task(
-    optimizer: LowBitOptimizer, member: Member, grad: Tensor, state: State, copies: list[tuple[Tensor, Tensor]]
-) -> Task:
+def _task(optimizer: LowBitOptimizer, live: Live, copies: list[tuple[Tensor, Tensor]]) -> Task:
     """One parameter's step. A weight that is not contiguous is stepped in a copy, noted in `copies`."""
-    group, p, name = member
+    (group, p, name), grad, state = live.members[0], live.grads[0], live.states[0]
     local, rule = local_of(p), optimizer.rule(group)
     states = optimizer.state_storage(p, group)
     weight = weight_storage(p)
@@ -185,7 +219,7 @@ class Prepared:
     parameter: Tensor
     name: str
     evidence: list[Any]
-    counter: NDArray[np.float32]  # ``state["step"]`` in place: hundreds of tensor additions outlast the kernel
+    counter: Any  # a memoryview of ``state["step"]``: hundreds of tensor additions outlast the kernel
     identity: int  # of the random bits
     row: bytes
 
@@ -199,29 +233,27 @@ class Batch:
     identities: NDArray[np.uint64]
     rows: bytes
     has_resets: bool  # whether a moment of any parameter is younger than the parameter
+    is_uniform: bool  # all are of one group, and none has resets
 
 
-def _evidence(
-    optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor], states: Sequence[State]
-) -> list[Any] | None:
+def _evidence(optimizer: LowBitOptimizer, live: Live) -> list[Any] | None:
     """All that descriptions of these parameters depend on: equal evidence, equal descriptions. None if unknowable."""
-    groups, parameters, names = zip(*members, strict=True)
-    plain = [p for p in parameters if not isinstance(p, QuantizedTensor)]
-    stored = [p.stored for p in parameters if isinstance(p, QuantizedTensor)]
+    group_ids = [*map(id, live.groups)]
     try:
         return [
-            *map(id, parameters),
-            *names,
-            *map(id, groups),
-            *[_settings(optimizer, group) for group in {id(group): group for group in groups}.values()],
-            *map(_dtype, grads),
-            *map(_address, chain.from_iterable(map(dict.values, states))),
-            *map(_address, plain),
-            *map(_shape, plain),
-            *map(_dtype, plain),
-            *map(_is_contiguous, plain),
-            *[(storage.shape, storage.format) for storage in stored],
-            *map(_address, chain.from_iterable(storage.tensors.values() for storage in stored)),
+            *map(id, live.parameters),
+            *live.names,
+            *group_ids,
+            *[_settings(optimizer, group) for group in dict(zip(group_ids, live.groups, strict=True)).values()],
+            *map(_dtype, live.grads),
+            *map(_address, chain.from_iterable(map(dict.values, live.states))),
+            *map(_address, live.plain),
+            *map(_shape, live.plain),
+            *map(_dtype, live.plain),
+            *map(_is_contiguous, live.plain),
+            *map(_shape, live.stored),
+            *map(_format, live.stored),
+            *map(_address, chain.from_iterable([storage.tensors.values() for storage in live.stored])),
         ]
     except TypeError:  # somebody keeps things in the state that are no tensors
         return None
@@ -243,91 +275,76 @@ def _settings(optimizer: LowBitOptimizer, group: dict[str, Any]) -> tuple[Any, .
     )
 
 
-def _prepare(optimizer: LowBitOptimizer, member: Member, task: Task, state: State) -> Prepared | None:
+def _prepare(optimizer: LowBitOptimizer, live: Live, task: Task) -> Prepared | None:
     """Describes a parameter's step and keeps the description; None if the kernel cannot step it where it lies."""
-    group, p, name = member
+    group, p, name = live.members[0]
     in_place = local_of(p) is p and (isinstance(p, QuantizedTensor) or p.is_contiguous())
     if not in_place or group["backend"] != "auto" or kernels.load() is None or not cpu.supports(task):
         return None
-    evidence = _evidence(optimizer, [member], [task.grad], [state])
+    evidence = _evidence(optimizer, live)
     if evidence is None:
         return None
-    known = Prepared(p, name, evidence, state["step"].numpy(), parameter_id(name), cpu.describe(task))
+    counter = memoryview(live.states[0]["step"].numpy().reshape(1))
+    known = Prepared(p, name, evidence, counter, parameter_id(name), cpu.describe(task))
     optimizer.prepared[id(p)] = known
     return known
 
 
-def _still_prepared(
-    optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor], states: Sequence[State]
-) -> list[Prepared | None]:
+def _still_prepared(optimizer: LowBitOptimizer, live: Live) -> list[Prepared | None]:
     """The descriptions that still hold; None where there is none."""
-
-    def holds(known: Prepared | None, *live: Any) -> bool:
-        return known is not None and known.evidence == _evidence(optimizer, *([one] for one in live))
-
-    found = [optimizer.prepared.get(id(p)) for _, p, _ in members]
-    rows = zip(found, members, grads, states, strict=True)
-    return [row[0] if holds(*row) else None for row in rows]
+    found = [optimizer.prepared.get(id(p)) for p in live.parameters]
+    return [
+        known if known is not None and known.evidence == _evidence(optimizer, live.one(i)) else None
+        for i, known in enumerate(found)
+    ]
 
 
-def _batch(
-    optimizer: LowBitOptimizer,
-    members: Sequence[Member],
-    grads: Sequence[Tensor],
-    states: Sequence[State],
-    prepared: list[Prepared],
-) -> Batch:
+def _batch(optimizer: LowBitOptimizer, live: Live, prepared: list[Prepared]) -> Batch:
+    has_resets = any(key.endswith(".reset_step") for state in live.states for key in state)
     return Batch(
-        evidence=_evidence(optimizer, members, grads, states) if members else None,
+        evidence=_evidence(optimizer, live) if prepared else None,
         prepared=prepared,
         identities=np.array([known.identity for known in prepared], dtype=np.uint64),
         rows=b"".join([known.row for known in prepared]),
-        has_resets=any(key.endswith(".reset_step") for state in states for key in state),
+        has_resets=has_resets,
+        is_uniform=not has_resets and len({*map(id, live.groups)}) == 1,
     )
 
 
-def _last_batch(
-    optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor], states: Sequence[State]
-) -> Batch | None:
+def _last_batch(optimizer: LowBitOptimizer, live: Live) -> Batch | None:
     """The last step's batch, if it was of these very parameters and nothing has changed since."""
     batch = optimizer.batch
-    if batch is None or batch.evidence is None or len(batch.prepared) != len(members):
+    # It keeps its parameters alive, so equal ids are the same parameters.
+    if batch is None or batch.evidence is None or batch.evidence != _evidence(optimizer, live):
         return None
-    if any([known.parameter is not p for known, (_, p, _) in zip(batch.prepared, members, strict=True)]):
-        return None
-    return batch if batch.evidence == _evidence(optimizer, members, grads, states) else None
+    return batch
 
 
-def _step_batch(
-    optimizer: LowBitOptimizer,
-    batch: Batch,
-    members: Sequence[Member],
-    grads: Sequence[Tensor],
-    states: Sequence[State],
-) -> dict[str, int]:
+def _step_batch(optimizer: LowBitOptimizer, batch: Batch, live: Live) -> dict[str, int]:
     """Steps all of a batch in one call of the kernel; returns what `step` does."""
-    if not members:
+    if not batch.prepared:
         return {}
-    groups = [group for group, _, _ in members]
-    counts: list[Any] = [int(known.counter) for known in batch.prepared]
-    ages = [optimizer._local_steps(state) for state in states] if batch.has_resets else counts
-    kinds = list(zip(map(id, groups), ages, strict=True))  # parameters of one group and one age share their scalars
+    counts: list[Any] = [int(known.counter[0]) for known in batch.prepared]
+    groups: Sequence[dict[str, Any]] = live.groups
+    if batch.is_uniform and counts.count(counts[0]) == len(counts):  # then one entry speaks for all
+        groups, counts = groups[:1], counts[:1]
+    ages = [optimizer._local_steps(state) for state in live.states] if batch.has_resets else [(n, n) for n in counts]
+    kinds = [*zip(map(id, groups), ages, strict=True)]  # parameters of one group and one age share their scalars
     different = dict(zip(kinds, groups, strict=True))
     position = {kind: i for i, kind in enumerate(different)}
     numbers = []
     for (_, age), group in different.items():
         rule = optimizer.rule(group)
-        scalars = rule.scalars(group, *(age if batch.has_resets else (age, age)))
+        scalars = rule.scalars(group, *age)
         numbers.append(cpu.Numbers(rule, scalars, group, _scale_policy(group, scalars)))
-    seeds, steps = (np.array(c, dtype=np.uint64) for c in ([group["seed"] for group in groups], counts))
+    seeds, steps = (np.array(column, dtype=np.uint64) for column in ([group["seed"] for group in groups], counts))
     changes = cpu.Changes(
-        grads=list(map(_address, grads)),
+        grads=[*map(_address, live.grads)],
         keys=stream_keys(seeds, steps, batch.identities),
         numbers=numbers,
         which=[position[kind] for kind in kinds],
     )
     bad = cpu.step_described(batch.rows, changes)
     # The kernel writes through pointers: tell autograd, which checks that saved weights are unchanged.
-    stored = [p.stored for _, p, _ in members if isinstance(p, QuantizedTensor)]
-    increment_version([next(iter(storage.tensors.values())) for storage in stored])
+    increment_version([next(iter(storage.tensors.values())) for storage in live.stored])
     return {batch.prepared[i].name: int(bad[i]) for i in np.flatnonzero(bad)}
