@@ -310,6 +310,24 @@ def presets() -> list[Experiment]:
     return [*deciding, *(recipe.at(model=LARGE, steps=3000, lr=1e-3) for recipe in PEERS)]
 
 
+def seeds() -> list[Experiment]:
+    """The presets over four seeds at 393k parameters: which differences are real?"""
+    rows = [
+        FP32,
+        FP32_BEST,
+        Recipe("int4 master weights (QAT), b1 .53", "int4+32", states("fp32", "fp32", 0.527)),
+        FOUR_FOUR,
+        ONE_BYTE,
+        INT4_NEAREST,
+        EIGHT_TWO_DROPPED,
+        FP8,
+        low_bit("int8", "int4", 0.527, "log2"),
+        VISIBLE4_4,
+        TWO_BYTES,
+    ]
+    return [recipe.at(seed=seed) for seed in range(4) for recipe in rows]
+
+
 def candidates() -> list[Experiment]:
     """Do the presets get closer to fp32 at fp32's best beta1, with finer groups, or by dropping the error?"""
     rows = [
@@ -337,6 +355,7 @@ PARTS = {
     "learning-rate": learning_rate,
     "one-byte": one_byte,
     "frontier": presets,
+    "seeds": seeds,
     "nearest": nearest,
     "candidates": candidates,
     "combinations": combinations,

@@ -165,12 +165,19 @@ def mean_loss(rows: Sequence[dict[str, Any]]) -> float:
 
 
 def gap(rows: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> str:
-    """How far the mean loss lies above the reference's, over the seeds that both have; empty if there are none."""
+    """How far the mean loss lies above the reference's, over the seeds that both have; empty if there are none.
+
+    From three seeds on with the standard error of that, a run being compared with the reference of its seed.
+    """
     losses = {row["seed"]: row["loss"] for row in reference}
     shared = [row for row in rows if losses.get(row["seed"]) is not None]
     if not shared or mean_loss(shared) == math.inf:
         return ""
-    return f"{100 * (mean_loss(shared) / statistics.mean(losses[row['seed']] for row in shared) - 1):+.2f}%"
+    mean = 100 * (mean_loss(shared) / statistics.mean(losses[row["seed"]] for row in shared) - 1)
+    if len(shared) < 3 or rows is reference:
+        return f"{mean:+.2f}%"
+    each = [100 * (row["loss"] / losses[row["seed"]] - 1) for row in shared]
+    return f"{mean:+.2f}% ± {statistics.stdev(each) / math.sqrt(len(each)):.2f}"
 
 
 def grouped(rows: Sequence[dict[str, Any]], experiments: Sequence[Experiment]) -> dict[str, list[dict[str, Any]]]:
