@@ -89,8 +89,11 @@ class Pipeline {
         for (int e = s.n; e % kLanes; ++e) b_.g[e] = 0.0f;
         vi largest{};  // as float bits, which puts infinity and NaN above the numbers
         for (int e = 0; e < s.n; e += kLanes) largest = max(largest, bits(magnitude(load<vf>(g_ + e))));
-        return has_finite_square(largest);
+        return note_largest(largest);
     }
+
+    // The largest magnitude of the gradient that was loaded.
+    float gradient_peak() const { return from_bits(largest_); }
 
     // Elements of the loaded gradient that are not finite, or whose square is not.
     int64_t count_bad(int n) const {
@@ -130,7 +133,10 @@ class Pipeline {
     }
 
   private:
-    static bool has_finite_square(vi float_bits) { return (uint32_t)horizontal_max(float_bits) <= kLargestRoot; }
+    bool note_largest(vi float_bits) {
+        largest_ = (uint32_t)horizontal_max(float_bits);
+        return largest_ <= kLargestRoot;
+    }
 
     // Whole vectors of a bf16 gradient, checked as they pass.
     bool widen_gradient(const uint16_t* in, int n) {
@@ -140,7 +146,7 @@ class Pipeline {
             store(b_.g + e, g);
             largest = max(largest, bits(magnitude(g)));
         }
-        return has_finite_square(largest);
+        return note_largest(largest);
     }
 
     // A master copy loses nothing, so its visible code is simply the nearest.
@@ -274,6 +280,7 @@ class Pipeline {
     Workspace& b_;
     const float* g_ = nullptr;  // the loaded gradient and the weight: in the workspace, or where they are stored
     float* w_ = nullptr;
+    uint32_t largest_ = 0;  // float bits of the loaded gradient's largest magnitude
     const Metadata* weight_scale_;
     const float* mean_rows_;
     const bool has_first_, inject_;

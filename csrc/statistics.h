@@ -76,8 +76,9 @@ struct Statistics {
 // --- exact sums ---------------------------------------------------------------------------------------------
 
 struct SumUnit {
-    double unit, inverse;
+    double unit = 1.0, inverse = 1.0;
 
+    SumUnit() = default;
     SumUnit(double peak, int64_t count) {
         int exponent, count_bits = 0;
         std::frexp(peak, &exponent);
@@ -90,37 +91,41 @@ struct SumUnit {
     double whole(double x) const { return (x * inverse + 0x1p52) - 0x1p52; }
 };
 
+inline double square(float x) { return (double)x * (double)x; }
+
 inline double sum_of_squares(const float* x, int n, const SumUnit& unit) {
-    double sums[8] = {};
+    constexpr int kChains = 8;
+    double sums[kChains] = {};
     int e = 0;
-    for (; e + 8 <= n; e += 8)
-        for (int i = 0; i < 8; ++i) sums[i] += unit.whole((double)x[e + i] * (double)x[e + i]);
-    for (; e < n; ++e) sums[0] += unit.whole((double)x[e] * (double)x[e]);
-    for (int i = 1; i < 8; ++i) sums[0] += sums[i];
+    for (; e + kChains <= n; e += kChains)
+        for (int i = 0; i < kChains; ++i) sums[i] += unit.whole(square(x[e + i]));
+    for (; e < n; ++e) sums[0] += unit.whole(square(x[e]));
+    for (int i = 1; i < kChains; ++i) sums[0] += sums[i];
     return sums[0];
 }
 
-inline double square(float x) { return (double)x * (double)x; }
-
 // --- steps shared by the phases -----------------------------------------------------------------------------
 
-// Buffer g becomes the gradient to descend on, buffer w the weight if it is needed.
-inline void load_descent_gradient(const MlTask& t, Pipeline& p, Workspace& work, const Span& s, bool need_weight) {
+// The gradient to descend on, perhaps with the other sign, which no statistic sees. With L2 buffer w becomes the weight.
+inline const float* load_squarable(const MlTask& t, Pipeline& p, Workspace& work, const Span& s) {
     p.load_gradient(s);
-    if (t.has_l2 || need_weight) p.decode_weight(s);
+    if (!t.has_l2) return p.gradient();
+    p.decode_weight(s);
+    const float sign = t.maximize ? -1.0f : 1.0f;
     for (int e = 0; e < s.n; e += kLanes)
-        store(work.g + e, descent_gradient(load<vf>(p.gradient() + e), t.has_l2 ? load<vf>(work.w + e) : vf{},
-                                           t.maximize ? -1.0f : 1.0f, t.has_l2, splat(t.l2)));
+        store(work.g + e, descent_gradient(load<vf>(p.gradient() + e), load<vf>(work.w + e), sign, true, splat(t.l2)));
+    return work.g;
 }
 
 // Buffer g becomes Adafactor's update before clipping, buffer w the weight.
 inline void load_adafactor_update(const MlTask& t, Pipeline& p, Workspace& work, const Span& s) {
-    load_descent_gradient(t, p, work, s, true);
+    const float* const g = load_squarable(t, p, work, s);
+    if (!t.has_l2) p.decode_weight(s);
     p.decode_second(s);
     const Scalars c(t);
     for (int e = 0; e < s.n; e += kLanes) {
         const SecondMoment second{load<vf>(work.v + e), t.second.kind == ML_FACTORED, c};
-        const Update u = Adafactor::step<false>(load<vf>(work.g + e), vf{}, second, c);
+        const Update u = Adafactor::step<false>(load<vf>(g + e), vf{}, second, c);
         store(work.g + e, u.direction / u.denominator);
     }
     for (int e = s.n; e % kLanes; ++e) work.g[e] = 0.0f;
@@ -154,20 +159,28 @@ inline void nothing(Statistics&) {}
 inline void survey(Statistics& x, int64_t item, Workspace& work) {
     x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
         if (!p.load_gradient(s)) x.bad += p.count_bad(s.n);
-        if (!x.factored() && !x.adafactor()) return;
-        load_descent_gradient(*x.task, p, work, s, x.adafactor());
-        if (x.factored()) x.gradient_peak[(size_t)(s.row / x.task->matrix_rows)].raise(absmax(work.g, s.n));
-        if (x.adafactor()) x.weight_peak.raise(absmax(work.w, s.n));
+        if (x.factored()) {
+            const float peak = x.task->has_l2 ? absmax(load_squarable(*x.task, p, work, s), s.n) : p.gradient_peak();
+            x.gradient_peak[(size_t)(s.row / x.task->matrix_rows)].raise(peak);
+        }
+        if (x.adafactor()) {
+            p.decode_weight(s);
+            x.weight_peak.raise(absmax(work.w, s.n));
+        }
     });
 }
 
 inline void factored_rows(Statistics& x, int64_t item, Workspace& work) {
     MlTask& t = *x.task;
     double sum = 0.0;
+    int64_t matrix = -1;
+    SumUnit unit;
     x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
-        const SumUnit unit = factored_unit(x, s.row / t.matrix_rows);
-        load_descent_gradient(t, p, work, s, false);
-        sum = (s.col == 0 ? 0.0 : sum) + sum_of_squares(work.g, s.n, unit);
+        if (s.row / t.matrix_rows != matrix) {
+            matrix = s.row / t.matrix_rows;
+            unit = factored_unit(x, matrix);
+        }
+        sum = (s.col == 0 ? 0.0 : sum) + sum_of_squares(load_squarable(t, p, work, s), s.n, unit);
         if (s.col + s.n < t.cols) return;
         float& row = t.second.row[s.row];
         row = row * t.keep2 + (float)(sum * unit.unit / (double)t.cols) * t.rate2;
@@ -185,8 +198,8 @@ inline void factored_columns(Statistics& x, int64_t item, Workspace& work) {
     double sums[kSpan] = {};
     Pipeline p = x.pipeline(work);
     for (int64_t i = 0; i < t.matrix_rows; ++i) {
-        load_descent_gradient(t, p, work, p.span(matrix * t.matrix_rows + i, col, n), false);
-        for (int e = 0; e < n; ++e) sums[e] += unit.whole((double)work.g[e] * (double)work.g[e]);
+        const float* const g = load_squarable(t, p, work, p.span(matrix * t.matrix_rows + i, col, n));
+        for (int e = 0; e < n; ++e) sums[e] += unit.whole(square(g[e]));
     }
     float* out = t.second.col + matrix * t.cols + col;
     for (int e = 0; e < n; ++e)

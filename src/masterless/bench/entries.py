@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,8 +75,14 @@ def build(entry: Entry, gradients: Gradients) -> torch.optim.Optimizer:
     return entry.make(parameters)
 
 
-def _adamw(exp_avg: str, exp_avg_sq: str) -> Callable[[list[Parameter]], torch.optim.Optimizer]:
-    return lambda p: ml.AdamW(p, 1e-4, weight_decay=0.1, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+def _adamw(exp_avg: str, exp_avg_sq: str, **options: Any) -> Callable[[list[Parameter]], torch.optim.Optimizer]:
+    return lambda p: ml.AdamW(p, 1e-4, weight_decay=0.1, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, **options)
+
+
+def _preset(name: str) -> Entry:
+    preset = ml.PRESETS[name]
+    make = _adamw(**preset.options)
+    return Entry(f"preset {name}, bf16 gradient", ADAMW, make, preset.weights, torch.bfloat16)
 
 
 BASELINES = [
@@ -94,4 +101,6 @@ OURS = [
         "int4",
         torch.bfloat16,
     ),
+    _preset("1-byte-int4"),
+    _preset("1-byte"),
 ]
