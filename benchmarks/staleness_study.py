@@ -49,11 +49,12 @@ def reset_jobs() -> list[Job]:
 
     # The scale of the paper's model stands still but for powers of two; the default bf16 one is rounded up at each
     # step. Log codes have no planned period ("auto" leaves them alone): the period of E4M3 is given by hand.
-    jobs = arm("fp32", "nearest") + arm("bf16", "nearest", "auto")
-    jobs += arm("fp8:128:pow2", "nearest", "auto", "auto:soft") + arm("fp4:128:pow2", "nearest", "auto", "auto:soft")
-    jobs += arm("fp8", "nearest", "auto")
-    jobs += arm("fp8", "stochastic", staleness.reset_period("fp8", BETA2, "stochastic"))
-    jobs += arm("log2", "stochastic", 320)
+    jobs = arm("fp32", "nearest") + arm("bf16", "nearest", "auto:hard")
+    jobs += arm("fp8:128:pow2", "nearest", "auto:hard", "auto:soft")
+    jobs += arm("fp4:128:pow2", "nearest", "auto:hard", "auto:soft")
+    jobs += arm("fp8", "nearest", "auto:hard")
+    jobs += arm("fp8", "stochastic", f"{staleness.reset_period('fp8', BETA2, 'stochastic')}:hard")
+    jobs += arm("log2", "stochastic", "320:hard")
     jobs += arm("fp32", "nearest", "320:hard", "320:soft", weights="int4")
     return jobs
 

@@ -30,11 +30,11 @@ def test_a_period_is_exact(value):
     p = parameter((2, 32))
     opt = adamw(p, exp_avg_sq="fp8", reset=value)
     found = reset_steps(opt, p, gradients(60, (2, 32)))
-    if value == "7:soft":  # with SOFT_SAMPLES = 16 updates or fewer there is nothing to shorten
-        assert found == [21, 28, 35, 42, 49, 56]
-    else:
+    if value == "7:hard":
         assert found == [7, 14, 21, 28, 35, 42, 49, 56]
         assert opt.reset_counts == {"w": 8 * p.numel()}
+    else:  # with SOFT_SAMPLES = 16 updates or fewer there is nothing to shorten
+        assert found == [21, 28, 35, 42, 49, 56]
 
 
 def test_auto_follows_the_predictor():
@@ -51,8 +51,11 @@ def test_auto_follows_the_predictor():
         assert planned_period(ml.format(format), beta, rounding) is None
     p = parameter((2, 32))
     period = staleness.reset_period("fp8", 0.98)
-    opt = adamw(p, exp_avg_sq="fp8", betas=(0.9, 0.98), rounding="nearest", reset="auto")
+    opt = adamw(p, exp_avg_sq="fp8", betas=(0.9, 0.98), rounding="nearest", reset="auto:hard")
     assert period and reset_steps(opt, p, gradients(3 * period, (2, 32))) == [period, 2 * period, 3 * period]
+    # After a soft reset, the default, the average has the age of SOFT_SAMPLES and reaches the planned one that much sooner.
+    opt = adamw(p, exp_avg_sq="fp8", betas=(0.9, 0.98), rounding="nearest", reset="auto")
+    assert reset_steps(opt, p, gradients(2 * period, (2, 32))) == [period, 2 * period - SOFT_SAMPLES]
     opt = adamw(p, exp_avg_sq="fp8", betas=(0.9, 0.98), rounding="stochastic", reset="auto")
     assert reset_steps(opt, p, gradients(2 * period, (2, 32))) == []
 
@@ -60,7 +63,7 @@ def test_auto_follows_the_predictor():
 def test_adaptive_resets_when_the_measured_stalls_outweigh_a_restart():
     shape, beta = (16, 128), 0.99
     p = parameter(shape)
-    opt = adamw(p, exp_avg_sq="fp4", betas=(0.9, beta), rounding="nearest", reset="adaptive")
+    opt = adamw(p, exp_avg_sq="fp4", betas=(0.9, beta), rounding="nearest", reset="adaptive:hard")
     grads = gradients(130, shape)
     measured, expected = [], None
     for t, g in enumerate(grads, 1):
@@ -82,7 +85,7 @@ def test_adaptive_resets_when_the_measured_stalls_outweigh_a_restart():
     assert reset_steps(opt, p, grads) == []
 
 
-def test_scheduled_resets_are_soft_under_error_compensation_and_per_group():
+def test_scheduled_resets_are_soft_unless_told_otherwise_and_per_group():
     layer = torch.nn.Linear(128, 64, bias=False)
     ml.quantize_(layer, "int4")
     p, q = parameter(), parameter(seed=3)
@@ -115,13 +118,13 @@ def test_schedules_that_a_rule_cannot_follow_are_refused():
     with pytest.raises(ValueError, match="changes from step to step"):
         ml.Adafactor([p], reset="adaptive")
     assert ml.Adafactor([p], reset=100).param_groups[0]["reset"] == 100
-    assert ResetSchedule.parse("auto:soft") == ResetSchedule("auto", None, "soft")
+    assert ResetSchedule.parse("auto:soft") == ResetSchedule.parse("auto") == ResetSchedule("auto", None, "soft")
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reset", [9, "20:soft", "auto", "adaptive", "adaptive:soft"])
+@pytest.mark.parametrize("reset", [9, "20:hard", "auto", "adaptive", "adaptive:hard"])
 @pytest.mark.parametrize("format", ["bf16", "fp4", "log2"])
 def test_a_resumed_run_resets_where_the_uninterrupted_one_does(format, reset):
     options = {"exp_avg_sq": format, "betas": (0.9, 0.99), "rounding": "nearest", "exp_avg": "int4", "reset": reset}

@@ -14,7 +14,9 @@ Contract:
       where the uninterrupted one would have.
     * Under error compensation the momentum holds what rounding took from the weights, in units of
       the denominator sqrt(v). A hard reset of v changes those units from element to element, one of m throws the
-      residue away. Hence scheduled resets are soft there, and m is reset only if it is named.
+      residue away. Hence m is reset only if it is named.
+    * Scheduled resets are soft unless the schedule says otherwise: measured, soft ones halve what stalling costs, and
+      hard ones cost more than they gain (`docs/staleness.md`).
 """
 
 from __future__ import annotations
@@ -92,19 +94,19 @@ class ResetReport:
 class ResetSchedule:
     """When a group's second moments are reset, from the option ``reset=``.
 
-    Written as ``"auto"``, ``"adaptive"`` or a number of steps, with ``":soft"`` or ``":hard"`` behind it if the mode
-    is to be fixed ("auto:soft", "500:hard"); without one it is hard, and soft for parameters under error compensation.
+    Written as ``"auto"``, ``"adaptive"`` or a number of steps, with ``":hard"`` behind it if the average is to go back
+    to zero ("500:hard"); otherwise resets are soft, which ``":soft"`` says too.
 
     Attributes:
         kind: "auto" (when the moment has the age that the predictor says, where it says one: `planned_period`),
             "adaptive" (when the stalls measured since the last reset outweigh what a restart costs), or "period".
         period: for "period": reset after every so many steps.
-        mode: "hard", "soft" or None (as above).
+        mode: "soft" or "hard".
     """
 
     kind: str
     period: int | None = None
-    mode: str | None = None
+    mode: str = "soft"
 
     @classmethod
     def parse(cls, value: Any) -> ResetSchedule:
@@ -116,9 +118,9 @@ class ResetSchedule:
         if not known or mode not in ("", *MODES):
             raise ValueError(
                 f"reset={value!r}: no such schedule; pass None, 'auto', 'adaptive' or a number of steps from 1 on, "
-                f"with ':soft' or ':hard' behind it to fix the mode ('auto:soft', '500:hard')"
+                f"with ':hard' behind it to go back to zero ('500:hard') instead of keeping the estimate"
             )
-        return cls(head, None, mode or None) if isinstance(head, str) else cls("period", head, mode or None)
+        return cls(head, None, mode or "soft") if isinstance(head, str) else cls("period", head, mode or "soft")
 
 
 # --- what the optimizers call -----------------------------------------------------------------------------
@@ -206,8 +208,7 @@ def before_step(
             wanted = _adaptive_due(state, state_name, stalled, age // MEASURE_EVERY, beta)
         if not wanted:
             return []
-        mode = schedule.mode or ("soft" if carries_residue(p, group) else "hard")
-        return [_reset(optimizer, group, p, name, state_name, mode)]
+        return [_reset(optimizer, group, p, name, state_name, schedule.mode)]
 
     return after_step
 
