@@ -53,7 +53,7 @@ def test_auto_follows_the_predictor():
     period = staleness.reset_period("fp8", 0.98)
     opt = adamw(p, exp_avg_sq="fp8", betas=(0.9, 0.98), rounding="nearest", reset="auto:hard")
     assert period and reset_steps(opt, p, gradients(3 * period, (2, 32))) == [period, 2 * period, 3 * period]
-    # After a soft reset, the default, the average has the age of SOFT_SAMPLES and reaches the planned one that much sooner.
+    # After a soft reset, the default, the average is SOFT_SAMPLES old and reaches the planned age that much sooner.
     opt = adamw(p, exp_avg_sq="fp8", betas=(0.9, 0.98), rounding="nearest", reset="auto")
     assert reset_steps(opt, p, gradients(2 * period, (2, 32))) == [period, 2 * period - SOFT_SAMPLES]
     opt = adamw(p, exp_avg_sq="fp8", betas=(0.9, 0.98), rounding="stochastic", reset="auto")
