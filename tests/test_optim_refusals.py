@@ -168,3 +168,4 @@ def test_an_impossible_next_lr_is_refused(cls, value):
     with refused:
         optimizer.step()
     assert torch.equal(p, parameter())
+    assert not optimizer.state[p]  # nothing was counted either

@@ -154,7 +154,6 @@ def check_next_lr(value: Any) -> None:
 
 def _aimed_lr(group: Mapping[str, Any]) -> float:
     """The learning rate that error compensation aims at: the next step's where it is known, else the present one."""
-    check_next_lr(group["next_lr"])  # here, too: schedules write into the group
     return float(group["lr"] if group["next_lr"] is None else group["next_lr"])
 
 

@@ -25,7 +25,7 @@ from masterless.formats import Format, as_first_moment, as_second_moment, parse
 from masterless.layout import is_matrix_like
 from masterless.optim import checkpoint, resets, stepping
 from masterless.rounding import check_rounding
-from masterless.rules import Rule
+from masterless.rules import Rule, check_next_lr
 from masterless.scaling import POLICIES
 from masterless.storage import Storage, tensor_specs
 from masterless.weight import local_of, weight_storage
@@ -131,6 +131,7 @@ class LowBitOptimizer(Optimizer):
         if isinstance(lr, Tensor):
             require(lr.numel() == 1, "lr", lr, "a tensor learning rate must have one element")
         require(float(lr) >= 0.0, "lr", lr, "the learning rate must not be negative")
+        check_next_lr(group["next_lr"])
         require(group["weight_decay"] >= 0.0, "weight_decay", group["weight_decay"], "must not be negative")
         self.check_hyperparameters(group)
         if self.first_name:
@@ -296,6 +297,8 @@ class LowBitOptimizer(Optimizer):
     @torch.no_grad()
     def step_parameters(self, parameters: Iterable[tuple[dict[str, Any], Tensor, str]]) -> None:
         """Steps some of the parameters, given as `parameters` yields them; those without a gradient stay."""
+        for group in self.param_groups:
+            check_next_lr(group["next_lr"])  # here, too, before anything is counted: schedules write into the group
         parameters = list(parameters)
         bad = stepping.step(self, parameters)
         if not bad:

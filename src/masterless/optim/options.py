@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from masterless.optim.base import COMMON_DEFAULTS
-from masterless.rules import check_next_lr
 
 
 class Options(TypedDict, total=False):
@@ -72,5 +71,4 @@ def common(options: Options) -> dict[str, Any]:
     unknown = [name for name in chosen if name not in COMMON_DEFAULTS]
     if unknown:
         raise TypeError(f"unknown options {unknown}; known: {', '.join(COMMON_DEFAULTS)}")
-    check_next_lr(chosen.get("next_lr"))
     return chosen

@@ -16,14 +16,12 @@ import dataclasses
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import masterless
-from masterless.backward import step_in_backward
 from masterless.models import GPT
 from masterless.optim import LowBitOptimizer
 
@@ -31,24 +29,17 @@ from .build import (
     build_corpus,
     build_model,
     build_optimizer,
-    build_settings,
     load_initial,
-    memory_of,
     quantize_model,
 )
 from .checkpoint import CheckpointError, Checkpoints, origin_of, reason_of, remedy_for, write_atomically
 from .config import MODEL_KEYS, ConfigError, RunConfig, read_toml, refuse_existing, resolve, to_toml
 from .corpus import END_OF_DOCUMENT, Corpus
-from .display import Display, Speed, Status
-from .loop import StepReport, train
-from .observe import MetricsFile, Stalls, load_rows, peak_memory, stalled_share
+from .display import Display
+from .session import Session
 from .signals import StopFlag
 
 TOKENIZER = "tokenizer.json"
-
-
-class _Interrupted(Exception):
-    """Ends the training loop after the state was saved."""
 
 
 class FolderLock:
@@ -179,98 +170,10 @@ def execute(run: Run, display: Display, stop: StopFlag, sample: int = 0, tensorb
 
     A run that was stopped has been saved; its summary has the status "interrupted".
     """
-    config, model, optimizer = run.config, run.model, run.optimizer
-    settings = build_settings(config)
-    writer = _summary_writer(run.folder / "tensorboard", run.step) if tensorboard else None
-    metrics = MetricsFile(run.folder / "metrics.jsonl", run.metrics_bytes)
-    earlier = load_rows(run.folder / "metrics.jsonl")
-    last_evaluation = next((r for r in reversed(earlier) if r.get("validation_loss") is not None), None)
-    validation = None if last_evaluation is None else last_evaluation["validation_loss"]
-    stalled = next((stalled_share(r["stalls"]) for r in reversed(earlier) if "stalls" in r), None)
-    stepper = None
-    if config.step_in_backward:
-        stepper = step_in_backward(model, optimizer, clip_norm=config.clip or None)
-    # With a step in every backward pass there is no step() to sample: the monitor would see no gradients.
-    stalls = Stalls(optimizer, 0 if config.step_in_backward else settings.eval_every or settings.steps)
-    speed = Speed(config.batch * config.accumulate * config.seq_len)
-    began = time.monotonic()
-    size = memory_of(optimizer)["predicted_per_parameter"]
-    done = run.step
-
-    def save() -> None:
-        metrics.flush(sync=True)
-        content = {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "seconds": run.seconds + time.monotonic() - began,
-        }
-        run.checkpoints.save(done, metrics.size, content)
-
-    def on_step(report: StepReport) -> None:
-        nonlocal validation, stalled, done, size
-        done = report.step + 1
-        row: dict[str, Any] = {"step": done, "loss": report.loss, "lr": report.lr}
-        if report.grad_norm is not None:
-            row["grad_norm"] = report.grad_norm
-        if (sampled := stalls.after()) is not None:
-            row["stalls"] = sampled
-            stalled = stalled_share(sampled)
-        evaluated = report.validation_loss is not None
-        if evaluated:
-            row["validation_loss"] = validation = report.validation_loss
-            size = memory_of(optimizer)["measured_per_parameter"]
-        metrics.append(row)
-        if writer is not None:
-            for name, value in row.items():
-                if isinstance(value, float):
-                    writer.add_scalar(name, value, done)
-        speed.step()
-        left = (settings.steps - done) * speed.seconds_per_step
-        display.update(
-            Status(
-                done, settings.steps, report.loss, validation, evaluated, speed.tokens_per_second, size, stalled, left
-            )
-        )
-        if done == settings.steps or stop.signal or (config.save_every and done % config.save_every == 0):
-            save()
-        if stop.signal and done < settings.steps:
-            raise _Interrupted
-        stalls.before(done + 1)
-
-    display.start(run.header)
-    status = "finished"
-    try:
-        stalls.before(run.step + 1)
-        result = train(model, optimizer, run.corpus, settings, on_step, run.step)
-        validation = result.final_validation_loss
-    except _Interrupted:
-        status = "interrupted"
-    finally:
-        display.stop()
-        if stepper is not None:
-            stepper.remove()
-        if writer is not None:
-            writer.close()
-        metrics.close()
-    memory = memory_of(optimizer)
-    summary = {
-        "status": status,
-        "run": str(run.folder),
-        "step": done,
-        "steps": settings.steps,
-        "validation_loss": validation,
-        "bytes_per_parameter": memory["measured_per_parameter"],
-        "predicted_bytes_per_parameter": memory["predicted_per_parameter"],
-        "memory": memory,
-        "peak_bytes": peak_memory(),
-        "tokens_per_second": round(speed.tokens_per_second, 1) if done > run.step else None,
-        "seconds": round(run.seconds + time.monotonic() - began, 2),
-        "stalled": stalled,
-        "histograms": stalls.histograms,
-        "text": run.corpus.description,
-        "versions": {"masterless": masterless.__version__, "torch": torch.__version__},
-    }
-    if done == run.step:  # it was finished already: what an earlier session measured still holds
+    session = Session(run, display, stop, tensorboard)
+    status = session.train()
+    summary = session.summary(status)
+    if session.done == run.step:  # it was finished already: what an earlier session measured still holds
         summary.update({k: v for k, v in _earlier_summary(run.folder).items() if summary.get(k, v) is None})
     if sample and status == "finished":
         summary["sample"] = sample_text(run, sample)
@@ -320,9 +223,3 @@ def _set_threads(config: RunConfig) -> RunConfig:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     return dataclasses.replace(config, threads=torch.get_num_threads())
-
-
-def _summary_writer(folder: Path, step: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=step)
