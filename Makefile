@@ -38,6 +38,7 @@ study: setup               ## the studies behind the documentation's tables: hou
 	$(BIN)/python benchmarks/finetune_study.py
 	$(BIN)/python benchmarks/tasks_study.py
 	$(BIN)/python benchmarks/dither_study.py
+	$(BIN)/python benchmarks/ideas_study.py
 	$(BIN)/python benchmarks/staleness_study.py
 	$(BIN)/python benchmarks/update_docs.py
 

@@ -1,11 +1,14 @@
-"""Is subtractive dither worth having as a third rounding of states?
+"""Is subtractive dither worth having as a third rounding of states? Is a rotation worth having before coding?
 
 Subtractive dither adds a random fraction of a quantum before rounding and takes the same fraction off when decoding,
 replayed from the counter: an error of constant variance 1/12 quantum^2, where stochastic rounding has up to 1/4.
 The price: exact zeros no longer stay zero, and decoding needs to know in which step a block was last written.
 
-This measures what it buys, before it is built: a first moment in fp32 passes through the quantizer after every step,
-with the library's own scales and random bits, once with stochastic rounding and once with subtractive dither.
+A Hadamard rotation of every block of 128 spreads what is large in one element over all of them, so that the block's
+scale, which its largest element sets, becomes smaller. The price is two transforms a step.
+
+This measures what they buy, before they are built: a first moment in fp32 passes through the quantizer after every
+step, with the library's own scales and random bits: with stochastic rounding, with subtractive dither, and rotated.
 
     python benchmarks/dither_study.py [--table]
 """
@@ -28,10 +31,23 @@ from masterless.train import TrainSettings, stdlib_corpus, train
 RESULTS = Path(__file__).parent / "results" / "dither.jsonl"
 
 
+KINDS = ("exact", "stochastic", "subtractive", "rotated")
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Every block of 128 columns times the normalized Hadamard matrix, which is its own inverse."""
+    blocks, h = x.unflatten(1, (-1, 128)), torch.ones(1, 1)
+    for _ in range(7):
+        h = torch.kron(h, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
+    return (blocks @ (h / 128**0.5)).flatten(1)
+
+
 def quantized(m: torch.Tensor, bits: int, kind: str, key: int) -> torch.Tensor:
     """What a first moment becomes when it is stored in `bits` bits and read again."""
     fmt = parse(f"int{bits}")
     x = m.reshape(m.shape[0], -1)
+    if kind == "rotated":
+        return rotated(quantized(rotated(x), bits, "stochastic", key)).view_as(m)
     u = dither(key, *x.shape)
     scale = codec.scale_for(codec.block_absmax(x, fmt), fmt)
     if kind == "stochastic":
@@ -42,12 +58,12 @@ def quantized(m: torch.Tensor, bits: int, kind: str, key: int) -> torch.Tensor:
 
 
 def jobs() -> list[Job]:
-    """Exact, stochastic and subtractive, at 4 and 2 bits with the beta1 that goes with them, two seeds."""
+    """Every kind at 4 and 2 bits with the beta1 that goes with them, two seeds."""
     return [
         {"bits": bits, "beta1": beta1, "kind": kind, "seed": seed}
         for seed in (0, 1)
         for bits, beta1 in ((4, 0.9), (2, 0.527))
-        for kind in ("exact", "stochastic", "subtractive")
+        for kind in KINDS
     ]
 
 
@@ -82,7 +98,7 @@ def table(rows: list[Row]) -> str:
     """A markdown table of the finished runs."""
     lines = ["| m | b1 | rounding | loss (each seed) | mean |", "|---|---|---|---|---|"]
     for bits in (4, 2):
-        for kind in ("exact", "stochastic", "subtractive"):
+        for kind in KINDS:
             found = [r for r in rows if r["bits"] == bits and r["kind"] == kind]
             if found:
                 losses = [r["loss"] for r in found]

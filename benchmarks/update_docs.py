@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import dither_study
 import figures
 import finetune_study
+import ideas_study
 import scale_drift
 import staleness_study
 import study
@@ -68,6 +69,7 @@ def presets_table() -> str:
 
 TABLES["presets"] = presets_table
 TABLES["dither"] = lambda: dither_study.table(load(dither_study.RESULTS))
+TABLES["ideas"] = lambda: ideas_study.table(load(ideas_study.RESULTS))
 TABLES["scale-drift"] = lambda: scale_drift.table(load(scale_drift.RESULTS))
 TABLES["stalls"] = lambda: staleness_study.stalls_table(load(staleness_study.RESULTS))
 TABLES["resets"] = lambda: staleness_study.resets_table(load(staleness_study.RESULTS))
