@@ -99,22 +99,48 @@ inline void write_metadata(const MlStorage& s, int64_t index, const Metadata& bl
         write_scale(s, index, block.scale);
 }
 
-// New metadata for a whole block.
-inline Metadata fresh_scaled_block(const MlStorage& s, float absmax) {
-    return scaled_block(s, scale_for(s, absmax), absmax);
+// The blocks of a span, as many at a time as a vector has lanes: `look(e, length, k)` sees each, then `finish(first, count)`
+// computes the metadata of `count` blocks from `first` on.
+template <class Look, class Finish>
+inline void for_blocks_together(const Span& span, int64_t block_length, Look&& look, Finish&& finish) {
+    int last = 0;
+    for_each_block(span, block_length, [&](int e, int length, int k) {
+        look(e, length, k % kLanes);
+        last = k;
+        if (k % kLanes == kLanes - 1) finish(k - (kLanes - 1), kLanes);
+    });
+    const int left = (last + 1) % kLanes;
+    if (left) finish(last + 1 - left, left);
 }
 
-inline Metadata fresh_log_block(const MlStorage& s, const LogStatistics& statistics) {
-    Metadata block;
-    block.log = statistics.finish(s);
-    return block;
+// The scales of a span's blocks: those that `choose(peaks, first, count)` makes of their largest magnitudes.
+template <class Choose>
+inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, Metadata* blocks, Choose&& choose) {
+    vf peaks{};
+    for_blocks_together(
+        span, s.block, [&](int e, int length, int k) { peaks[k] = absmax(x + e, length); },
+        [&](int first, int count) {
+            const vf scales = choose(peaks, first, count);
+            for (int k = 0; k < count; ++k) blocks[first + k] = scaled_block(s, scales[k], peaks[k]);
+        });
 }
 
-inline Metadata fresh_block(const MlStorage& s, const float* x, int n) {
-    if (s.kind != ML_LOG) return fresh_scaled_block(s, absmax(x, n));
-    LogStatistics statistics(n);
-    statistics.add(x, n);
-    return fresh_log_block(s, statistics);
+// New metadata for whole blocks.
+inline void fresh_blocks(const MlStorage& s, const Span& span, const float* x, Metadata* blocks) {
+    if (s.kind != ML_LOG)
+        return scale_blocks(s, span, x, blocks, [&](vf peaks, int, int) { return scale_for(s, peaks); });
+    vi tops{}, lows{}, zeros{};
+    for_blocks_together(
+        span, s.block,
+        [&](int e, int length, int k) {
+            LogStatistics statistics(length);
+            statistics.add(x + e, length);
+            tops[k] = statistics.top(), lows[k] = statistics.low(s), zeros[k] = statistics.zeros();
+        },
+        [&](int first, int count) {
+            const LogBlocks fresh(s, tops, lows, zeros);
+            for (int k = 0; k < count; ++k) blocks[first + k].log = fresh[k];
+        });
 }
 
 // The same for a block that is longer than a span, gathered piece by piece.
@@ -131,7 +157,10 @@ class Summary {
     float largest() const { return absmax_; }
 
     Metadata fresh() const {
-        return storage_.kind == ML_LOG ? fresh_log_block(storage_, log_) : fresh_scaled_block(storage_, absmax_);
+        if (storage_.kind != ML_LOG) return scaled_block(storage_, scale_for(storage_, splat(absmax_))[0], absmax_);
+        Metadata block;
+        block.log = LogBlocks(storage_, splat(log_.top()), splat(log_.low(storage_)), splat(log_.zeros()))[0];
+        return block;
     }
 
   private:

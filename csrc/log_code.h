@@ -45,19 +45,9 @@ class LogStatistics {
         regular ? add_regular(x, n) : add_irregular(x, n);
     }
 
-    LogBlock finish(const MlStorage& s) const {
-        uint32_t top = (top_ + 0xFFFFu) & ~0xFFFFu;
-        if (top > kBf16Max) top = kBf16Max;
-        LogBlock block;
-        block.top = (int32_t)top;
-        block.zero_flag = has_zero_ && top > 0;
-        const uint32_t intervals = (uint32_t)((1 << s.bits) - 1 - block.zero_flag) << kStepUnit;
-        const uint32_t low = low_bits(s.low_rank);
-        const uint32_t range = top > low ? top - low : 0;
-        const uint32_t step = (range + intervals - 1) / intervals;
-        block.step = (int32_t)(step < 1 ? 1 : step > 0x7FFF ? 0x7FFF : step);
-        return block;
-    }
+    int32_t top() const { return (int32_t)top_; }
+    int32_t low(const MlStorage& s) const { return (int32_t)low_bits(s.low_rank); }
+    int32_t zeros() const { return -(int32_t)has_zero_; }
 
   private:
     static constexpr int kWidth = 16;            // a multiple of every regular number of lanes
@@ -123,6 +113,24 @@ class LogStatistics {
     uint32_t top_ = 0;
     bool has_zero_ = false;
     uint32_t minima_[8];
+};
+
+// The metadata of a vector of blocks from the float bits of their maxima and lowest levels; `zeros` is -1 where there are
+// some, here and in the result.
+struct LogBlocks {
+    vi top, step, zeros;
+
+    LogBlocks(const MlStorage& s, vi largest, vi low, vi has_zeros) {
+        top = min((largest + 0xFFFF) & ~0xFFFF, splat((int32_t)kBf16Max));
+        zeros = has_zeros & (top > 0);
+        const vi range = (max(top - low, vi{}) + ((1 << kStepUnit) - 1)) >> kStepUnit;
+        // Rounded up: range has at most 19 bits, so the quotient is right however it is rounded.
+        const vi intervals = (1 << s.bits) - 1 + zeros;
+        const vi quotient = to_int((to_float(range + intervals - 1) + 0.5f) / to_float(intervals));
+        step = min(max(quotient, splat(1)), splat(0x7FFF));
+    }
+
+    LogBlock operator[](int k) const { return {top[k], step[k], zeros[k] != 0}; }
 };
 
 // Codes of positive numbers in a block; `with_zeros` then turns them into those of a block that has zeros.

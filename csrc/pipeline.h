@@ -203,10 +203,10 @@ class Pipeline {
         const MlStorage& weight = t_.weight;
         if (!is_scaled(weight)) return nullptr;
         const int64_t first = metadata_index(weight, s);
-        for_each_block(s, weight.block, [&](int e, int length, int k) {
-            const float peak = absmax(b_.w + e, length);
-            const float scale = next_scale(weight, t_.scale_policy, peak, read_scale(weight, first + k));
-            b_.blocks[k] = scaled_block(weight, scale, peak);
+        scale_blocks(weight, s, b_.w, b_.blocks, [&](vf peaks, int at, int count) {
+            vf held{};
+            for (int k = 0; k < count; ++k) held[k] = read_scale(weight, first + at + k);
+            return next_scale(weight, t_.scale_policy, peaks, held);
         });
         return b_.blocks;
     }
@@ -216,10 +216,8 @@ class Pipeline {
         const Metadata* blocks = known;
         if (!known && is_scaled(moment)) {
             const int64_t first = metadata_index(moment, s);
-            for_each_block(s, moment.block, [&](int e, int length, int k) {
-                b_.blocks[k] = fresh_block(moment, x + e, length);
-                write_metadata(moment, first + k, b_.blocks[k]);
-            });
+            fresh_blocks(moment, s, x, b_.blocks);
+            for_each_block(s, moment.block, [&](int, int, int k) { write_metadata(moment, first + k, b_.blocks[k]); });
             blocks = b_.blocks;
         }
         encode(moment, t_.cols, s, x, thresholds, blocks, b_.codes());

@@ -131,11 +131,17 @@ inline vf descent_gradient(vf g, vf w, float sign, bool has_l2, vf l2) {
 
 // What the next span will read, asked for a little at a time while this one is computed.
 struct Upcoming {
+    static constexpr int kCacheLine = 64;
     const char* at;
     int bytes;  // to ask for at a time: those of kLanes elements in a large stream, those of a chunk in a small one
 
     void ask_for_more() {
         __builtin_prefetch(at, 1);
+        at += bytes;
+    }
+
+    void ask_for_all() {
+        for (int line = 0; line < bytes; line += kCacheLine) __builtin_prefetch(at + line, 1);
         at += bytes;
     }
 };
@@ -164,8 +170,8 @@ void apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& bu
     for (int start = 0; start < n; start += kChunk, ++chunk) {
         ChunkRandom weight_random(b.weight.key, chunk), first_random(b.first.key, chunk),
             second_random(b.second.key, chunk);
-        next_first.ask_for_more();
-        next_second.ask_for_more();
+        next_first.ask_for_all();
+        next_second.ask_for_all();
         const int stop = n - start < kChunk ? n : start + kChunk;
         for (int e = start; e < stop; e += kLanes) {
             next_gradient.ask_for_more();

@@ -1,4 +1,6 @@
 // Block scales: reading, rounding up, the policies of `scaling.py`, and exact division by a stored scale.
+//
+// Scales are computed for a vector of blocks at a time: one block's would be a long chain of dependent operations.
 #pragma once
 
 #include "abi.h"
@@ -22,23 +24,26 @@ inline void write_scale(const MlStorage& s, int64_t index, float scale) {
 }
 
 // The smallest number of the scale's kind that is not below `scale` and does not overflow.
-inline float round_scale_up(const MlStorage& s, float scale) {
-    const uint32_t low = s.scale_kind == ML_SCALE_BF16 ? 0xFFFFu : s.scale_kind == ML_SCALE_FP32 ? 0x3FFu : 0x7FFFFFu;
-    scale = from_bits((bits(scale) + low) & ~low);
-    return scale < s.scale_limit ? scale : s.scale_limit;
+inline vf round_scale_up(const MlStorage& s, vf scale) {
+    const int32_t low = s.scale_kind == ML_SCALE_BF16 ? 0xFFFF : s.scale_kind == ML_SCALE_FP32 ? 0x3FF : 0x7FFFFF;
+    return min(from_bits((bits(scale) + low) & ~low), splat(s.scale_limit));
 }
 
-inline float scale_for(const MlStorage& s, float absmax) {
-    const float scale = absmax / s.max_level;
-    return round_scale_up(s, absmax > 0.0f && scale == 0.0f ? from_bits(1u) : scale);
+inline vf scale_for(const MlStorage& s, vf absmax) {
+    const vf scale = absmax / s.max_level;
+    return round_scale_up(s, select((absmax > 0.0f) & (scale == 0.0f), splat(from_bits(1u)), scale));
 }
 
 // The scale of a weight block under a policy of `scaling.py`.
-inline float next_scale(const MlStorage& s, int32_t policy, float absmax, float held) {
+inline vf next_scale(const MlStorage& s, int32_t policy, vf absmax, vf held) {
     if (policy == ML_FROZEN) return held;
     if (policy == ML_RECOMPUTE) return scale_for(s, absmax);
-    const bool overflows = absmax > held * s.overflow_level, wastes = absmax < held * s.waste_level;
-    return overflows || wastes ? round_scale_up(s, absmax * s.fresh_factor) : held;
+    const vi overflows = absmax > held * s.overflow_level, wastes = absmax < held * s.waste_level;
+    return select(overflows | wastes, round_scale_up(s, absmax * s.fresh_factor), held);
+}
+
+inline float next_scale(const MlStorage& s, int32_t policy, float absmax, float held) {
+    return next_scale(s, policy, splat(absmax), splat(held))[0];
 }
 
 // The largest magnitude of n numbers, which zeros follow up to a whole vector.
