@@ -271,8 +271,13 @@ def momentum() -> list[Experiment]:
 
 def batch() -> list[Experiment]:
     """Does a small or no momentum survive a batch 8 times as large? 400 steps of 4096 tokens."""
-    rows = [FP32, FP32_BEST, full(0.35), full(0.0), ONE_BYTE, FOUR_FOUR, EIGHT_TWO_DROPPED, INT4_NEAREST, FP8]
-    return [recipe.at(steps=400, batch_size=32, eval_batches=16) for recipe in rows]
+    exact = [FP32, FP32_BEST, full(0.35), full(0.0)]
+    # Fewer and larger batches want a larger learning rate, and fp32 must have it as well.
+    rows = [(recipe, 2e-3) for recipe in (*exact, ONE_BYTE, FOUR_FOUR, EIGHT_TWO_DROPPED, INT4_NEAREST, FP8)]
+    rows += [(recipe, 1e-3) for recipe in (*exact, ONE_BYTE, FOUR_FOUR, INT4_NEAREST)]
+    return [
+        recipe.at(f"{recipe.label}, lr {lr:g}", steps=400, batch_size=32, eval_batches=16, lr=lr) for recipe, lr in rows
+    ]
 
 
 TREND = (FP32, FP32_BEST, ONE_BYTE, FOUR_FOUR, EIGHT_TWO_DROPPED, INT4_NEAREST, FP8)

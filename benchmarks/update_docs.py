@@ -43,7 +43,7 @@ def _study_table(name: str) -> Callable[[], str]:
     return build
 
 
-TABLES: dict[str, Callable[[], str | None]] = {name: _study_table(name) for name in study.STUDIES}
+TABLES: dict[str, Callable[[], str]] = {name: _study_table(name) for name in study.STUDIES}
 
 
 def presets_table() -> str:
@@ -77,17 +77,26 @@ TABLES["tasks"] = lambda: tasks_study.table(load(tasks_study.RESULTS))
 TABLES["finetune"] = lambda: finetune_study.table(load(finetune_study.RESULTS))
 
 
-def _bench(table: Callable[[report.Document], str]) -> Callable[[], str | None]:
-    """A table of the benchmark; None (the page keeps what it has) until `make bench` has written its results."""
-    results = study.RESULTS / "bench.json"
-    return lambda: table(json.loads(results.read_text())) if results.exists() else None
+def _bench(table: Callable[[report.Document], str], section: str = "machine", size: str = "") -> Callable[[], str]:
+    """A table of the benchmark, if `make bench` has measured that."""
+
+    def build() -> str:
+        results = study.RESULTS / "bench.json"
+        document = json.loads(results.read_text()) if results.exists() else {}
+        rows = document.get(section, [])
+        measured = any(row["size"] == size for row in rows) if size else bool(rows)
+        return table(document) if measured else "(not run yet)"
+
+    return build
 
 
 TABLES["bench-machine"] = _bench(report.machine_line)
 for _size in ("gpt2", "odd", "moe", "short", "tiny"):
-    TABLES[f"bench-{_size}"] = _bench(lambda document, size=_size: report.markdown(report.step_table(document, size)))
-TABLES["bench-forward"] = _bench(lambda document: report.markdown(report.forward_table(document)))
-TABLES["bench-growth"] = _bench(lambda document: report.markdown(report.growth_table(document)))
+    TABLES[f"bench-{_size}"] = _bench(
+        lambda document, size=_size: report.markdown(report.step_table(document, size)), "step", _size
+    )
+TABLES["bench-forward"] = _bench(lambda document: report.markdown(report.forward_table(document)), "forward")
+TABLES["bench-growth"] = _bench(lambda document: report.markdown(report.growth_table(document)), "growth")
 
 
 def pages() -> list[Path]:
@@ -101,8 +110,7 @@ def outdated() -> Iterator[tuple[Path, str]]:
         text = page.read_text()
 
         def fresh(match: re.Match[str]) -> str:
-            table = TABLES[match["name"]]()
-            return match[0] if table is None else f"{match[1]}{table}\n{match[4]}"
+            return f"{match[1]}{TABLES[match['name']]()}\n{match[4]}"
 
         updated = MARKED.sub(fresh, text)
         if updated != text:
