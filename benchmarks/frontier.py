@@ -280,7 +280,7 @@ def batch() -> list[Experiment]:
     ]
 
 
-TREND = (FP32, FP32_BEST, ONE_BYTE, FOUR_FOUR, EIGHT_TWO_DROPPED, INT4_NEAREST, FP8)
+TREND = (FP32, FP32_BEST, ONE_BYTE, FOUR_FOUR, EIGHT_TWO_DROPPED, VISIBLE4_4_TWO, FP8)
 
 
 def length() -> list[Experiment]:
@@ -354,6 +354,10 @@ def candidates() -> list[Experiment]:
         dropped("int8", "int4", 0.527, "factored"),
         dropped("fp8", "int4", 0.527, "factored"),
         dropped("int8", "int8", 0.527, "factored"),
+        VISIBLE4_4_TWO,
+        dropped("int4+4", "int4", 0.527, "factored"),
+        dropped("int4+6", "int4", 0.527, "factored"),
+        dropped("int4+4", "int4", 0.527, "log2"),
     ]
     return [recipe.at(model=LARGE, steps=3000, lr=1e-3) for recipe in rows]
 
