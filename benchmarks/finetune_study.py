@@ -55,6 +55,7 @@ RUNS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "int4+4, no m, factored v": ("int4+4", {**DROP, **states("none", 0.0, "factored")}),
     "int8, no m, factored v": ("int8", {**DROP, **states("none", 0.0, "factored")}),
     "int8 naive stochastic, int2 m (b1 .53), factored v": ("int8", {**DROP, **states("int2", 0.527, "factored")}),
+    "int4+4 naive stochastic, int2 m (b1 .53), factored v": ("int4+4", {**DROP, **states("int2", 0.527, "factored")}),
     "fp8 ECO stochastic, int4 m (b1 .82), log2 v": ("fp8", states("int4", 0.82, "log2")),
 }
 

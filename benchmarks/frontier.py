@@ -85,6 +85,8 @@ FOUR_FOUR = low_bit("int4", "int4", 0.35, "factored", "nearest weights", **NEARE
 EIGHT_TWO = low_bit("int8", "int2", 0.527, "factored")
 EIGHT_TWO_DROPPED = dropped("int8", "int2", 0.527, "factored")
 VISIBLE4_4_TWO = dropped("int4+4", "int2", 0.527, "factored")
+VISIBLE4_6_TWO = dropped("int4+6", "int2", 0.527, "log2")
+EIGHT_TWO_FOUR = dropped("int8", "int2", 0.527, "log4")
 INT4_NEAREST = low_bit("int4", "int4", 0.35, "log2", "nearest weights", **NEAREST)
 INT4_DROPPED = dropped("int4", "int4", 0.82, "log2")
 FP8 = low_bit("fp8", "int4", 0.82, "log2")
@@ -224,6 +226,8 @@ def moments() -> list[Experiment]:
         ("int3 / fp32", {"exp_avg": "int3", "exp_avg_sq": "fp32"}),
         ("int2 / fp32", {"exp_avg": "int2", "exp_avg_sq": "fp32"}),
         ("int3 / fp32, b1 .71", {"exp_avg": "int3", "exp_avg_sq": "fp32", "betas": (0.71, BETA2)}),
+        ("fp32 / fp32, b1 .53", {**FP32_STATES, "betas": (0.527, BETA2)}),
+        ("int2 / fp32, b1 .53", {"exp_avg": "int2", "exp_avg_sq": "fp32", "betas": (0.527, BETA2)}),
         ("fp32 / log8", {"exp_avg": "fp32", "exp_avg_sq": "log8"}),
         ("fp32 / log4", {"exp_avg": "fp32", "exp_avg_sq": "log4"}),
         ("fp32 / log3", {"exp_avg": "fp32", "exp_avg_sq": "log3"}),
@@ -304,7 +308,9 @@ def presets() -> list[Experiment]:
         Recipe("int4 master weights (QAT), b1 .53", "int4+32", states("fp32", "fp32", 0.527)),
         TWO_BYTES,
         FP8,
+        EIGHT_TWO_FOUR,
         VISIBLE4_4,
+        VISIBLE4_6_TWO,
         EIGHT_TWO_DROPPED,
         VISIBLE4_4_TWO,
         INT4_NEAREST,
@@ -317,7 +323,7 @@ def presets() -> list[Experiment]:
 
 
 def seeds() -> list[Experiment]:
-    """The presets over four seeds at 393k parameters: which differences are real?"""
+    """The presets over three seeds at 393k parameters: which differences are real?"""
     rows = [
         FP32,
         FP32_BEST,
@@ -332,7 +338,7 @@ def seeds() -> list[Experiment]:
         VISIBLE4_4,
         TWO_BYTES,
     ]
-    return [recipe.at(seed=seed) for seed in range(4) for recipe in rows]
+    return [recipe.at(seed=seed) for seed in range(3) for recipe in rows]
 
 
 def candidates() -> list[Experiment]:
@@ -358,6 +364,8 @@ def candidates() -> list[Experiment]:
         dropped("int4+4", "int4", 0.527, "factored"),
         dropped("int4+6", "int4", 0.527, "factored"),
         dropped("int4+4", "int4", 0.527, "log2"),
+        VISIBLE4_6_TWO,
+        EIGHT_TWO_FOUR,
     ]
     return [recipe.at(model=LARGE, steps=3000, lr=1e-3) for recipe in rows]
 

@@ -77,11 +77,13 @@ TABLES["tasks"] = lambda: tasks_study.table(load(tasks_study.RESULTS))
 TABLES["finetune"] = lambda: finetune_study.table(load(finetune_study.RESULTS))
 
 
-def _bench(table: Callable[[report.Document], str], section: str = "machine", size: str = "") -> Callable[[], str]:
+def _bench(
+    table: Callable[[report.Document], str], section: str = "machine", size: str = "", file: str = "bench.json"
+) -> Callable[[], str]:
     """A table of the benchmark, if `make bench` has measured that."""
 
     def build() -> str:
-        results = study.RESULTS / "bench.json"
+        results = study.RESULTS / file
         document = json.loads(results.read_text()) if results.exists() else {}
         rows = document.get(section, [])
         measured = any(row["size"] == size for row in rows) if size else bool(rows)
@@ -90,6 +92,9 @@ def _bench(table: Callable[[report.Document], str], section: str = "machine", si
     return build
 
 
+TABLES["bench-alone"] = _bench(
+    lambda document: report.markdown(report.step_table(document, "gpt2")), file="bench_alone.json"
+)
 TABLES["bench-machine"] = _bench(report.machine_line)
 for _size in ("gpt2", "odd", "moe", "short", "tiny"):
     TABLES[f"bench-{_size}"] = _bench(

@@ -69,7 +69,7 @@ void step(MlTask* tasks, int64_t count, int threads) {
         elements += tasks[i].rows * tasks[i].cols;
     }
     WorkList list;
-    if (elements <= 2 * kGrain) threads = 1;  // not worth waking anyone
+    if (elements <= kAlone) threads = 1;
 
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -117,7 +117,7 @@ void decode_all(const MlStorage& stored, int64_t rows, int64_t cols, bool visibl
                 int threads) {
     const MlStorage s = visible ? visible_part(stored) : stored;
     const int64_t per_row = (cols + kSpan - 1) / kSpan, units = rows * per_row;
-#pragma omp parallel num_threads(threads) if (units * kSpan > 2 * kGrain)
+#pragma omp parallel num_threads(threads) if (units * kSpan > kAlone)
     {
         Workspace work;
 #pragma omp for schedule(static)

@@ -16,7 +16,8 @@
 namespace masterless {
 inline namespace MASTERLESS_ISA {
 
-constexpr int64_t kGrain = 16384;  // elements of one item of work, about
+constexpr int64_t kGrain = 65536;  // elements of one item of work, about: what an item reads first was not asked for ahead
+constexpr int64_t kAlone = 32768;  // up to so many elements no other thread is worth waking
 
 // The largest of many non-negative floats, whose bits have the same order.
 class SharedPeak {

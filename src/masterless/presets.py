@@ -84,12 +84,12 @@ PRESETS: dict[str, Preset] = {
         ),
         _preset(
             "1.3-byte-int4",
-            "int4",
-            "INT4 weights, 4-bit first moment, 2-bit second",
-            exp_avg="int4",
-            exp_avg_sq="log2",
-            betas=(0.35, 0.95),
-            weight_rounding="nearest",
+            "int4+4",
+            "INT4 in the forward pass, 4 hidden bits, 2-bit first moment, factored second",
+            exp_avg="int2",
+            exp_avg_sq="factored",
+            betas=(0.527, 0.95),
+            error_compensation=False,
         ),
         _preset(
             "1.8-byte",
