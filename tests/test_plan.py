@@ -63,8 +63,8 @@ def test_llama_3_8b_by_hand():
     assert (torch_row.weights, torch_row.master, torch_row.states) == (2 * n, 4 * n, 8 * n)
     assert torch_row.total == 16 * n + activations
 
-    ours = rows["1.3-byte-int4"]
-    assert ours.weights == inner * 4 // 8 + inner // 128 * 2 + 2 * (outer + vectors)
+    ours = rows["1.8-byte-int4"]
+    assert ours.weights == inner + inner // 128 * 2 + 2 * (outer + vectors)
     matrices = inner + outer
     assert ours.states == matrices * 6 // 8 + matrices // 128 * (2 + 4) + 8 * vectors
     decoded = 2 * 14336 * 4096

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,20 @@ def bench(
         def tell(what: str) -> None:
             status.update(what)
 
+        def save() -> list[Path]:
+            return [] if out is None else report.write(document, out, figures or out)
+
         if "step" in chosen:
-            document["step"] = _step(tensors, counts, repeats, only, peers, tell)
+            document["step"] = []
+            for rows in _step(tensors, counts, repeats, only, peers, tell):
+                document["step"] += rows
+                save()  # a run of half an hour should not be lost when it is interrupted
         if "forward" in chosen:
             document["forward"] = _forward(counts, repeats, tell)
+            save()
         if "growth" in chosen:
             document["growth"] = _growth(largest, max(counts), repeats, tell)
-    written = [] if out is None else report.write(document, out, figures or out)
+        written = save()
     if as_json:
         typer.echo(json.dumps(document))
     else:
@@ -74,7 +81,8 @@ def _thread_count(text: str) -> int:
 
 def _step(
     tensors: dict[str, Any], threads: list[int], repeats: int, only: str, peers: bool, tell: Callable[[str], None]
-) -> list[dict[str, Any]]:
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of one size after the other."""
     from masterless.bench.entries import BASELINES, OURS
     from masterless.bench.measure import measure
     from masterless.bench.peers import PEERS
@@ -87,12 +95,12 @@ def _step(
         )
     needed = {entry.name for entry in wanted} | {entry.baseline for entry in wanted}
     entries = [entry for entry in every if entry.name in needed]
-    rows = []
     for size, shapes in tensors.items():
+        rows = []
         for n in threads:
             prefix = f"{size}, {n} thread{'s' if n > 1 else ''}"
             rows += measure(size, shapes, entries, n, repeats, lambda what, at=prefix: tell(f"{at}: {what}"))  # type: ignore[misc]
-    return [asdict(row) for row in rows]
+        yield [asdict(row) for row in rows]
 
 
 def _forward(threads: list[int], repeats: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
