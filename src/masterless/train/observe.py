@@ -152,6 +152,8 @@ def _by_level(entry: dict[str, Any]) -> list[int]:
     format, counts = parse(entry["format"]), entry["counts"]
     if format.kind == "log":  # code 0 is a block's largest value
         return counts[::-1]
+    if format.fine_bits:  # what is counted is the visible code, an offset binary number
+        return counts
     return [counts[code] for code in format.table[1]]
 
 
