@@ -33,7 +33,7 @@ def frontier_points() -> list[dict[str, Any]]:
             group = next(i for i, (_, _, belongs) in enumerate(GROUPS) if belongs(found[0]))
             points.append(
                 {
-                    "label": label,
+                    "label": label if group == 0 else study.preset_of(found[0]) or label,
                     "bytes": found[0]["bytes_per_parameter"],
                     "gap": statistics.mean(gaps),
                     "least": min(gaps),
@@ -72,6 +72,6 @@ def draw_frontier(path: Path) -> None:
     axes.set_xlim(0.95, 18)  # room for labels
     axes.set_xlabel("bytes a parameter while training: weight and optimizer states, scales included")
     axes.set_ylabel("validation loss against the best fp32 AdamW, %")
-    axes.legend(fontsize="small", loc="lower left")
+    axes.legend(fontsize="small", loc="lower left", bbox_to_anchor=(0.36, 0.08))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

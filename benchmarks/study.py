@@ -21,6 +21,7 @@ from typing import Any
 
 import frontier
 
+from masterless.presets import PRESETS
 from masterless.train.experiment import Experiment, load_rows, run_all
 
 RESULTS = Path(__file__).parent / "results"
@@ -151,6 +152,17 @@ def is_full_precision(row: dict[str, Any]) -> bool:
     """Dense weights, and states that are fp32 or not there at all."""
     states = {row["options"].get("exp_avg"), row["options"].get("exp_avg_sq")}
     return row["weights"] is None and "fp32" in states and states <= {"fp32", "none"}
+
+
+def preset_of(row: dict[str, Any]) -> str:
+    """The preset that a row was trained with; empty if it was none."""
+    usual = {"betas": [0.9, 0.95]}
+    for preset in PRESETS.values():
+        if [row["weights"], {**usual, **row["options"]}] == json.loads(
+            json.dumps([preset.weights, {**usual, **preset.options}])
+        ):
+            return preset.name
+    return ""
 
 
 def comparable(row: dict[str, Any]) -> str:

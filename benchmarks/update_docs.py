@@ -58,9 +58,8 @@ def presets_table() -> str:
         "|---|---|---|---|---|---|",
     ]
     for preset in PRESETS.values():
-        described = json.loads(json.dumps([preset.weights, {"betas": [0.9, 0.95], **preset.options}]))
         for found in groups.values():
-            if [found[0]["weights"], {"betas": [0.9, 0.95], **found[0]["options"]}] == described:
+            if study.preset_of(found[0]) == preset.name:
                 losses = " ".join(f"{row['loss']:.4f}" for row in found)
                 cells = (f"`{preset.name}`", preset.summary, f"{preset.bytes_per_parameter:.2f}", losses)
                 rows.append(f"| {' | '.join((*cells, study.gap(found, first), study.gap(found, best)))} |")
