@@ -77,6 +77,7 @@ def dropped(weights: str, first: str, beta1: float, second: str) -> Recipe:
 
 
 FP32, FP32_BEST = full(0.9), full(0.527)
+QAT_BEST = Recipe("int4 master weights (QAT), b1 .53", "int4+32", states("fp32", "fp32", 0.527))
 ONE_BYTE = low_bit("int8", "none", 0.0, "factored", **DROP)
 ONE_BYTE_INT4 = low_bit("int4+4", "none", 0.0, "factored", **DROP)
 SIX_TWO = dropped("int6", "int2", 0.527, "factored")
@@ -305,7 +306,7 @@ def presets() -> list[Experiment]:
     rows = [
         FP32,
         FP32_BEST,
-        Recipe("int4 master weights (QAT), b1 .53", "int4+32", states("fp32", "fp32", 0.527)),
+        QAT_BEST,
         TWO_BYTES,
         FP8,
         VISIBLE4_4,
@@ -325,7 +326,7 @@ def seeds() -> list[Experiment]:
     rows = [
         FP32,
         FP32_BEST,
-        Recipe("int4 master weights (QAT), b1 .53", "int4+32", states("fp32", "fp32", 0.527)),
+        QAT_BEST,
         FOUR_FOUR,
         ONE_BYTE,
         INT4_NEAREST,
