@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from jobs import Job, Row, command
 
-from masterless import AdamW, codec
-from masterless.formats import parse
-from masterless.models import GPT, GPTConfig
-from masterless.rounding import dither, parameter_id, stream_key, threshold
-from masterless.train import TrainSettings, stdlib_corpus, train
+from masterless import AdamW
+from masterless.formats import codec, parse
+from masterless.formats.rounding import dither, parameter_id, stream_key, threshold
+from masterless.lab.models import GPT, GPTConfig
+from masterless.lab.train import TrainSettings, stdlib_corpus, train
 
 RESULTS = Path(__file__).parent / "results" / "dither.jsonl"
 

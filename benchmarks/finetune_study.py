@@ -20,11 +20,11 @@ import torch
 from jobs import Job, Row, command
 
 from masterless import AdamW
-from masterless.models import GPT, GPTConfig
-from masterless.quantize import quantize_
-from masterless.train import TrainSettings, stdlib_corpus, train
-from masterless.train.corpus import Corpus, text_corpus, validation_batches
-from masterless.train.loop import evaluate
+from masterless.lab.models import GPT, GPTConfig
+from masterless.lab.train import TrainSettings, stdlib_corpus, train
+from masterless.lab.train.corpus import Corpus, text_corpus, validation_batches
+from masterless.lab.train.loop import evaluate
+from masterless.tensor.quantize import quantize_
 
 RESULTS = Path(__file__).parent / "results" / "finetune.jsonl"
 BASE = Path(__file__).parent.parent / "runs" / "finetune"

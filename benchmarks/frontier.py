@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from masterless.train.experiment import Experiment
+from masterless.lab.train.experiment import Experiment
 
 SMALL, MEDIUM, LARGE = {"d_model": 64}, {}, {"d_model": 208}
 STANDARD = {"steps": 1500, "betas": (0.9, 0.95), "eval_batches": 128}

@@ -20,9 +20,9 @@ import torch
 from jobs import Job, Row, command
 
 from masterless import AdamW, quantize_
-from masterless.models import GPT, GPTConfig
-from masterless.rules import Scalars
-from masterless.train import TrainSettings, stdlib_corpus, train
+from masterless.lab.models import GPT, GPTConfig
+from masterless.lab.train import TrainSettings, stdlib_corpus, train
+from masterless.step.rules import Scalars
 
 RESULTS = Path(__file__).parent / "results" / "ideas.jsonl"
 STEPS = 1500

@@ -1,6 +1,6 @@
 """Runs of any kind as jobs: a list of dictionaries, each run once, its row remembered as a line of JSON.
 
-The studies that train the byte-level GPT from scratch use `masterless.train.experiment`; this is for the others.
+The studies that train the byte-level GPT from scratch use `masterless.lab.train.experiment`; this is for the others.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from masterless import codec
-from masterless.formats import as_second_moment
-from masterless.rounding import dither
+from masterless.formats import as_second_moment, codec
+from masterless.formats.rounding import dither
 
 RESULTS = Path(__file__).parent / "results" / "scale_drift.jsonl"
 FORMATS = ("fp8", "fp8:128:fp32", "fp8:128:pow2", "fp4", "fp4:128:pow2", "uint8", "log4", "log2")

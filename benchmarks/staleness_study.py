@@ -5,7 +5,7 @@
     python benchmarks/staleness_study.py --table              # tables from the finished runs
     python benchmarks/update_docs.py                          # tables and figure into the documentation
 
-The model is the byte-level GPT of `masterless.models` on the standard library's source; only the second moment is
+The model is the byte-level GPT of `masterless.lab.models` on the standard library's source; only the second moment is
 rounded (m in fp32), beta2 = 0.999. Part "stalls" samples the inner matrices with `masterless.Monitor`. Part "resets"
 compares final validation losses with and without resets, the last arms with INT4 weights under error compensation.
 """
@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from jobs import Job, Row, load, run_missing
 
-from masterless import AdamW, Monitor, quantize_, staleness
-from masterless.models import GPT, GPTConfig
-from masterless.monitor import totals
+from masterless import AdamW, Monitor, quantize_
+from masterless.insight import staleness
+from masterless.insight.monitor import totals
+from masterless.lab.models import GPT, GPTConfig
+from masterless.lab.train import TrainSettings, stdlib_corpus, train
 from masterless.optim import NonFiniteGradientError
-from masterless.train import TrainSettings, stdlib_corpus, train
 
 RESULTS = Path(__file__).parent / "results" / "staleness.jsonl"
 BETA2 = 0.999

@@ -21,8 +21,8 @@ from typing import Any
 
 import frontier
 
-from masterless.presets import PRESETS
-from masterless.train.experiment import Experiment, load_rows, run_all
+from masterless.lab.train.experiment import Experiment, load_rows, run_all
+from masterless.optim.presets import PRESETS
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -23,7 +23,7 @@ from jobs import Job, Row, command
 from torch import Tensor, nn
 
 from masterless import AdamW, quantize_
-from masterless.presets import PRESETS
+from masterless.optim.presets import PRESETS
 
 RESULTS = Path(__file__).parent / "results" / "tasks.jsonl"
 SEEDS = (0, 1, 2)

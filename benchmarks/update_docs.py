@@ -27,8 +27,8 @@ import study
 import tasks_study
 from jobs import load
 
-from masterless.bench import report
-from masterless.presets import PRESETS
+from masterless.lab.bench import report
+from masterless.optim.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "docs" / "figures"

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 import masterless as ml
 from masterless.distributed import latest, load, local_bytes, save
-from masterless.models import GPT, GPTConfig
-from masterless.train import batch, stdlib_corpus
+from masterless.lab.models import GPT, GPTConfig
+from masterless.lab.train import batch, stdlib_corpus
 
 
 def main() -> None:

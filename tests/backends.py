@@ -2,7 +2,7 @@
 
 import pytest
 
-from masterless import kernels
+from masterless.backends.cpu import library as kernels
 from masterless.optim.base import COMMON_DEFAULTS
 
 

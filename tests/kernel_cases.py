@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from masterless import reference
 from masterless.formats import Format, as_first_moment, as_second_moment, names, parse
-from masterless.reference import Task
-from masterless.rounding import PURPOSES, ROUNDINGS, parameter_id, stream_key
-from masterless.rules import RULES
-from masterless.storage import Storage
+from masterless.formats.rounding import PURPOSES, ROUNDINGS, parameter_id, stream_key
+from masterless.formats.storage import Storage
+from masterless.step import reference
+from masterless.step.reference import Task
+from masterless.step.rules import RULES
 
 WEIGHTS = [n for n in names() if parse(n).signed and parse(n).kind not in ("none", "factored")]
 FIRSTS = [n for n in WEIGHTS if not parse(n).hidden] + ["none"]
@@ -185,7 +185,7 @@ def differences(expected: Task, actual: Task) -> list[str]:
 
 def check(cases: Sequence[Case]) -> None:
     """Runs all cases for some steps on the reference and on the kernel, and asserts that every byte agrees."""
-    from masterless.kernels import cpu
+    from masterless.backends.cpu import kernel as cpu
 
     expected = [build(case) for case in cases]
     actual = [copy(task) for task in expected]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from masterless.plan import Model, Parameter
-from masterless.plan.shapes import model_of_config
+from masterless.lab.plan import Model, Parameter
+from masterless.lab.plan.shapes import model_of_config
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 

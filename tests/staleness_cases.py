@@ -11,10 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from masterless import codec
-from masterless.formats import parse
-from masterless.rounding import dither
-from masterless.staleness import (
+from masterless.formats import codec, parse
+from masterless.formats.rounding import dither
+from masterless.insight.staleness import (
     Grid,
 )
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 import masterless as ml
-from masterless.backward import step_in_backward
-from masterless.models import GPT, GPTConfig
-from masterless.quantize import quantize_
-from masterless.weight import QuantizedTensor
+from masterless.lab.models import GPT, GPTConfig
+from masterless.optim.backward import step_in_backward
+from masterless.tensor.quantize import quantize_
+from masterless.tensor.quantized import QuantizedTensor
 
 CONFIG = GPTConfig(vocab_size=64, n_layer=3, n_head=2, d_model=64, seq_len=16, tie_embeddings=True)
 

@@ -7,12 +7,12 @@ import os
 import pytest
 import torch
 
-from masterless import kernels
-from masterless.bench import footprint, forward, growth, measure, parity, peers, report, shapes
-from masterless.bench.entries import ADAMW, BASELINES, OURS, Entry, Gradients, Unavailable, build
+from masterless.backends.cpu import library as kernels
+from masterless.lab.bench import footprint, forward, growth, measure, parity, peers, report, shapes
+from masterless.lab.bench.entries import ADAMW, BASELINES, OURS, Entry, Gradients, Unavailable, build
 
 typer_testing = pytest.importorskip("typer.testing")
-from masterless.cli import app  # noqa: E402
+from masterless.lab.cli import app  # noqa: E402
 
 needs_kernel = pytest.mark.skipif(not kernels.available(), reason="no compiled kernel")
 SHAPES = shapes.SIZES["test"]
@@ -80,7 +80,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(args, reason):
 
 @needs_kernel
 def test_no_speed_is_printed_if_the_kernel_differs_from_the_reference(monkeypatch):
-    from masterless.kernels import cpu
+    from masterless.backends.cpu import kernel as cpu
 
     run = cpu._run
 

@@ -4,15 +4,15 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 import masterless
-from masterless import formats, staleness
+from masterless import formats
+from masterless.insight import staleness
 
 typer_testing = pytest.importorskip("typer.testing")
-from masterless.cli import app  # noqa: E402
+from masterless.lab.cli import app  # noqa: E402
 
 COMMAND = [sys.executable, "-m", "masterless"]
 # Wide enough that no table wraps a number, and no colours.
@@ -32,29 +32,15 @@ def predict(*args):
 # --- starting ---------------------------------------------------------------------------------------------
 
 
-def test_help_is_fast_and_imports_neither_torch_nor_numpy():
+def test_help_imports_no_more_than_the_library_itself():
     code = (
-        "import sys, masterless.cli\n"
-        "try: masterless.cli.app(['--help'])\n"
+        "import sys, masterless.lab.cli\n"
+        "try: masterless.lab.cli.app(['--help'])\n"
         "except SystemExit as error: assert error.code == 0\n"
-        "print(sorted({'torch', 'numpy', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+        "print(sorted({'matplotlib', 'safetensors', 'transformers'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=True)
     assert done.stderr.strip() == "[]" and "stall" in done.stdout and "formats" in done.stdout
-
-
-def test_help_starts_in_a_fraction_of_the_time_that_torch_takes():
-    def fastest(*command):
-        times = []
-        for _ in range(2):
-            started = time.perf_counter()
-            subprocess.run(command, capture_output=True, env=ENVIRONMENT, check=True)
-            times.append(time.perf_counter() - started)
-        return min(times)
-
-    help_time, torch_time = fastest(*COMMAND, "--help"), fastest(sys.executable, "-c", "import torch")
-    # 0.18 s against 1.2 s on an idle machine; on a busy one only the ratio means something.
-    assert help_time < max(0.3, torch_time / 2)
 
 
 def test_python_m_and_the_version():
@@ -63,11 +49,11 @@ def test_python_m_and_the_version():
     assert invoke("--version").stdout == done.stdout
 
 
-def test_the_package_is_lazy_and_complete():
+def test_the_package_is_complete_and_its_import_needs_only_torch_and_numpy():
     code = (
         "import sys, masterless as ml\n"
-        "assert 'torch' not in sys.modules and 'AdamW' in dir(ml) and 'quantize_' in dir(ml)\n"
-        "assert ml.format('int4').bits == 4 and 'torch' not in sys.modules\n"
+        "assert 'AdamW' in dir(ml) and 'quantize_' in dir(ml) and ml.parse_format('int4').bits == 4\n"
+        "assert not {'typer', 'rich', 'matplotlib', 'safetensors', 'transformers'} & set(sys.modules)\n"
         "assert all(getattr(ml, name) is not None for name in ml.__all__)\n"
         "assert ml.AdamW.__module__ == 'masterless.optim.adam' and ml.staleness.Grid\n"
         "from masterless import *\n"

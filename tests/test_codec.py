@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from masterless import codec
-from masterless.formats import MASTER, SCALE_BITS, Format, names, parse
-from masterless.packing import unpack
-from masterless.rounding import dither
+from masterless.formats import MASTER, SCALE_BITS, Format, codec, names, parse
+from masterless.formats.packing import unpack
+from masterless.formats.rounding import dither
 
 SCALED = [n for n in names() if parse(n).kind in ("linear", "codebook") and parse(n).hidden != MASTER]
 SMALL = [n for n in SCALED if parse(n).code_bits <= 4]

@@ -11,10 +11,10 @@ import time
 import pytest
 from test_train_command import TINY, cli, command, run, text  # noqa: F401
 
-from masterless.commands.compare import SHARED, entry, summarize
-from masterless.presets import PRESETS
-from masterless.train.config import ConfigError
-from masterless.train.experiment import Experiment
+from masterless.lab.commands.compare import SHARED, entry, summarize
+from masterless.lab.train.config import ConfigError
+from masterless.lab.train.experiment import Experiment
+from masterless.optim.presets import PRESETS
 
 FLAGS = ["--steps", 12, "--eval-every", 4, "--seeds", 1, *TINY]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from masterless.train import CorpusError, batch, stdlib_corpus, text_corpus, validation_batches
+from masterless.lab.train import CorpusError, batch, stdlib_corpus, text_corpus, validation_batches
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 import masterless as ml
-from masterless import codec
+from masterless.formats import codec
+from masterless.formats.rounding import dither
 from masterless.optim.base import LossyUpdateWarning
-from masterless.rounding import dither
-from masterless.weight import QuantizedTensor
+from masterless.tensor.quantized import QuantizedTensor
 
 HALF_ULP = 2.0**-24  # largest relative error of one fp32 operation
 

@@ -10,11 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import masterless as ml
-from masterless import codec, memory, reference, scaling
-from masterless.formats import parse
+from masterless.formats import codec, parse, scaling
+from masterless.formats.rounding import dither
+from masterless.insight import memory
 from masterless.optim.base import LossyUpdateWarning
-from masterless.rounding import dither
-from masterless.weight import QuantizedTensor
+from masterless.step import reference
+from masterless.tensor.quantized import QuantizedTensor
 
 HALF_ULP = 2.0**-24  # largest relative error of one fp32 operation
 PLAIN = ["fp8", "int8", "int6", "int4", "int3", "int2", "fp4"]

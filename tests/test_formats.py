@@ -67,7 +67,7 @@ def test_case_and_blanks_do_not_matter_and_formats_pass_through():
     assert parse(" INT4:Row ") == parse("int4:row")
     fmt = parse("log2")
     assert parse(fmt) is fmt
-    assert ml.format("log2") == fmt
+    assert ml.parse_format("log2") == fmt
 
 
 # --- refusals: value, reason, remedy --------------------------------------------------------------------

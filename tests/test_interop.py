@@ -13,9 +13,9 @@ from weight_cases import FORMATS, mlp, quantized, random, same_storage, visible
 
 import masterless as ml
 from masterless.interop import load_safetensors, save_safetensors
-from masterless.models import GPT, GPTConfig
-from masterless.quantize import quantize_
-from masterless.weight import QuantizedTensor
+from masterless.lab.models import GPT, GPTConfig
+from masterless.tensor.quantize import quantize_
+from masterless.tensor.quantized import QuantizedTensor
 
 # --- torch's own ways ---------------------------------------------------------------------------------------
 

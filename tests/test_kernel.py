@@ -13,13 +13,13 @@ import pytest
 import torch
 from kernel_cases import FIRSTS, GRADIENTS, SECONDS, SHAPES, WEIGHTS, Case, build, check, copy, differences
 
-from masterless import kernels
+from masterless.backends.cpu import kernel as cpu
+from masterless.backends.cpu import library as kernels
 from masterless.formats import parse
-from masterless.kernels import cpu
-from masterless.reference import Task
-from masterless.rounding import ROUNDINGS
-from masterless.rules import RULES
-from masterless.storage import Storage
+from masterless.formats.rounding import ROUNDINGS
+from masterless.formats.storage import Storage
+from masterless.step.reference import Task
+from masterless.step.rules import RULES
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"no compiled kernel: {kernels.describe().reason}")
 
@@ -253,7 +253,7 @@ def test_every_instruction_set_agrees(isa):
 
 def test_a_missing_library_is_reported_once(tmp_path):
     code = (
-        "import warnings, masterless.kernels as k\n"
+        "import warnings, masterless.backends.cpu.library as k\n"
         "with warnings.catch_warnings(record=True) as w:\n"
         "    warnings.simplefilter('always')\n"
         "    assert k.load() is None and k.load() is None and not k.available()\n"

@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CASES = """
 import random, torch, kernel_cases as k
-from masterless.kernels import cpu
+from masterless.backends.cpu import kernel as cpu
 from masterless.formats import parse
-from masterless.storage import Storage
+from masterless.formats.storage import Storage
 torch.set_num_threads(2)
 rng = random.Random({seed})
 for _ in range(3):

@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from masterless import codec
-from masterless.formats import Format, parse
-from masterless.packing import pack, unpack
-from masterless.rounding import dither
+from masterless.formats import Format, codec, parse
+from masterless.formats.packing import pack, unpack
+from masterless.formats.rounding import dither
 
 LOGS = ["log2", "log3", "log4", "log8"]
 ROUNDINGS = {"nearest": (False, False), "stochastic": (True, False), "stochastic-log": (True, True)}

@@ -9,8 +9,8 @@ import math
 import pytest
 import torch
 
-from masterless.models import GPT, GPTConfig
-from masterless.train import Corpus, DocumentCounts, TrainSettings, evaluate, lr_at, train, validation_batches
+from masterless.lab.models import GPT, GPTConfig
+from masterless.lab.train import Corpus, DocumentCounts, TrainSettings, evaluate, lr_at, train, validation_batches
 
 CONFIG = GPTConfig(vocab_size=32, n_layer=1, n_head=2, d_model=32, seq_len=16)
 SETTINGS = TrainSettings(steps=12, batch_size=4, seq_len=16, lr=1e-2, warmup=2, eval_every=5, eval_batches=2)

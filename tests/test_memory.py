@@ -9,7 +9,7 @@ from torch import nn
 
 import masterless as ml
 from masterless.formats import as_first_moment, as_second_moment, names, parse
-from masterless.storage import Storage, predicted_bytes
+from masterless.formats.storage import Storage, predicted_bytes
 
 pytestmark = pytest.mark.usefixtures("reference_backend")
 

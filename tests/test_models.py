@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from masterless.models import GPT, GPTConfig, MixtureOfExperts, balance_loss
-from masterless.models.gpt import rotary_angles, rotate
+from masterless.lab.models import GPT, GPTConfig, MixtureOfExperts, balance_loss
+from masterless.lab.models.gpt import rotary_angles, rotate
 
 TINY = GPTConfig(vocab_size=37, n_layer=2, n_head=2, d_model=16, seq_len=12)
 TINY_MOE = dataclasses.replace(TINY, n_experts=4, d_ff=24)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import masterless as ml
-from masterless.measure import codes_of
-from masterless.monitor import Monitor
-from masterless.weight import weight_storage
+from masterless.insight.effects import codes_of
+from masterless.insight.monitor import Monitor
+from masterless.tensor.quantized import weight_storage
 
 SHAPE = (2, 64)
 
@@ -261,7 +261,7 @@ def test_steps_between_samples_only_count(monkeypatch):
     def fail(*args):
         raise AssertionError("measured on a step that is not sampled")
 
-    monkeypatch.setattr("masterless.monitor.take_snapshot", fail)
+    monkeypatch.setattr("masterless.insight.monitor.take_snapshot", fail)
     with Monitor(opt, every=50) as monitor:
         train(model, opt, 3)
     assert monitor.samples == []

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from masterless.packing import chunk_bytes, pack, planes, row_bytes, unpack
+from masterless.formats.packing import chunk_bytes, pack, planes, row_bytes, unpack
 
 WIDTHS = range(1, 9)
 PLANES = {1: [1], 2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 7: [4, 2, 1], 8: [8]}

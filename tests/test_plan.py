@@ -13,15 +13,15 @@ from torch import nn
 
 import masterless as ml
 from masterless.formats import parse
-from masterless.memory import measure
-from masterless.plan import Model, Settings, advise, load_model, make_plan
-from masterless.plan.activations import activation_bytes, layer_bytes
-from masterless.plan.architectures import ARCHITECTURES
-from masterless.plan.shapes import Geometry, model_of_config
-from masterless.plan.table import shard_shape, why_dense
-from masterless.presets import PRESETS
-from masterless.storage import predicted_bytes
-from masterless.weight import QuantizedTensor
+from masterless.formats.storage import predicted_bytes
+from masterless.insight.memory import measure
+from masterless.lab.plan import Model, Settings, advise, load_model, make_plan
+from masterless.lab.plan.activations import activation_bytes, layer_bytes
+from masterless.lab.plan.architectures import ARCHITECTURES
+from masterless.lab.plan.shapes import Geometry, model_of_config
+from masterless.lab.plan.table import shard_shape, why_dense
+from masterless.optim.presets import PRESETS
+from masterless.tensor.quantized import QuantizedTensor
 
 
 def rows_of(name: str, **settings) -> dict:

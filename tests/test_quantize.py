@@ -11,10 +11,10 @@ from weight_cases import quantized, random
 
 import masterless as ml
 from masterless.formats import FormatError
-from masterless.models import GPT, GPTConfig
-from masterless.quantize import dequantize_, quantize_
-from masterless.storage import predicted_bytes
-from masterless.weight import QuantizedTensor, as_weight
+from masterless.formats.storage import predicted_bytes
+from masterless.lab.models import GPT, GPTConfig
+from masterless.tensor.quantize import dequantize_, quantize_
+from masterless.tensor.quantized import QuantizedTensor, as_weight
 
 DENSE = GPTConfig(vocab_size=64, n_layer=2, n_head=2, d_model=64, seq_len=16)
 SPARSE = GPTConfig(vocab_size=64, n_layer=2, n_head=2, d_model=64, seq_len=16, n_experts=4)
@@ -183,7 +183,8 @@ def test_include_and_exclude_by_pattern_and_type():
 
 def test_rules_come_first_and_the_first_that_matches_decides():
     model = GPT(DENSE)
-    rules = {"blocks.0.attention.*": "int8", "blocks.0.*": None, "head.weight": ml.format("int4+4"), "*.down.*": "fp8"}
+    head = ml.parse_format("int4+4")
+    rules = {"blocks.0.attention.*": "int8", "blocks.0.*": None, "head.weight": head, "*.down.*": "fp8"}
     report = quantize_(model, "int4", rules=rules, include=["blocks.0.*"], exclude=["head.weight"])
     formats = {d.name: d.format for d in report.decisions}
     assert formats["blocks.0.attention.qkv.weight"] == "int8:row"

@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from masterless.train.config import resolve, to_toml
-from masterless.train.report import write_comparison_report, write_run_report
-from masterless.train.svg import Series, histogram, line_chart, scatter, ticks
+from masterless.lab.train.config import resolve, to_toml
+from masterless.lab.train.report import write_comparison_report, write_run_report
+from masterless.lab.train.svg import Series, histogram, line_chart, scatter, ticks
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 

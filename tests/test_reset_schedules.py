@@ -8,7 +8,7 @@ import torch
 from reset_cases import adamw, equal, gradients, parameter, run
 
 import masterless as ml
-from masterless import staleness
+from masterless.insight import staleness
 from masterless.optim import resets
 from masterless.optim.resets import MEASURE_EVERY, SOFT_SAMPLES, ResetSchedule, planned_period
 
@@ -38,9 +38,9 @@ def test_a_period_is_exact(value):
 
 
 def test_auto_follows_the_predictor():
-    assert planned_period(ml.format("bf16"), 0.999, "nearest") == 1116
-    assert planned_period(ml.format("ufp8"), 0.999, "nearest") == 320
-    assert planned_period(ml.format("ufp4"), 0.999, "nearest") == 224
+    assert planned_period(ml.parse_format("bf16"), 0.999, "nearest") == 1116
+    assert planned_period(ml.parse_format("ufp8"), 0.999, "nearest") == 320
+    assert planned_period(ml.parse_format("ufp4"), 0.999, "nearest") == 224
     for format, beta, rounding in (
         ("fp32", 0.999, "nearest"),  # never stalls
         ("ufp8", 0.95, "nearest"),  # below the gate
@@ -48,7 +48,7 @@ def test_auto_follows_the_predictor():
         ("log2", 0.999, "nearest"),  # levels that follow the block
         ("factored", 0.999, "nearest"),
     ):
-        assert planned_period(ml.format(format), beta, rounding) is None
+        assert planned_period(ml.parse_format(format), beta, rounding) is None
     p = parameter((2, 32))
     period = staleness.reset_period("fp8", 0.98)
     opt = adamw(p, exp_avg_sq="fp8", betas=(0.9, 0.98), rounding="nearest", reset="auto:hard")

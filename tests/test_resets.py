@@ -7,9 +7,9 @@ import torch
 from reset_cases import FORMATS, SHAPE, adamw, equal, gradients, parameter, run, update_size
 
 import masterless as ml
+from masterless.formats.storage import Storage
 from masterless.optim import resets
 from masterless.optim.resets import SOFT_SAMPLES
-from masterless.storage import Storage
 
 # --- the counters -----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import masterless.weight  # noqa: F401  (lets torch.load read quantized tensors)
+import masterless.tensor.quantized  # noqa: F401  (lets torch.load read quantized tensors)
 
 STEPS, EVERY = 30, 7
 
@@ -19,7 +19,7 @@ LAUNCHER = """
 import json, os, sys, time, traceback
 import torch, torch._dynamo  # torch imports the latter with the first optimizer, which takes a while
 import masterless as ml
-from masterless.backward import step_in_backward
+from masterless.optim.backward import step_in_backward
 
 ml.AdamW, ml.SGD, ml.quantize_  # imported on first use; better once than in every process
 

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from masterless.rounding import (
+from masterless.formats.rounding import (
     PURPOSES,
     ROUNDINGS,
     check_rounding,

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 import masterless as ml
 from masterless.formats import parse
-from masterless.layout import CHUNK
-from masterless.packing import chunk_bytes
-from masterless.storage import Storage
+from masterless.formats.layout import CHUNK
+from masterless.formats.packing import chunk_bytes
+from masterless.formats.storage import Storage
 
 pytestmark = pytest.mark.usefixtures("every_backend")
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from staleness_cases import BF16, E2M1, E4M3, TWO_BITS, log_codes, log_levels
 
-from masterless import codec
-from masterless.formats import parse
-from masterless.rounding import dither
-from masterless.staleness import (
+from masterless.formats import codec, parse
+from masterless.formats.rounding import dither
+from masterless.insight.staleness import (
     Grid,
     effective_beta,
     expected_trajectory,

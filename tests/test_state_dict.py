@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import masterless as ml
 from masterless.formats import parse
-from masterless.storage import Storage
+from masterless.formats.storage import Storage
 
 pytestmark = pytest.mark.usefixtures("every_backend")
 

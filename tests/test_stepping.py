@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import masterless as ml
-from masterless import kernels
+from masterless.backends.cpu import library as kernels
+from masterless.formats.rounding import PURPOSES, parameter_id, stream_key, stream_keys
 from masterless.optim import stepping
-from masterless.rounding import PURPOSES, parameter_id, stream_key, stream_keys
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="no compiled kernel")
 SHAPES = {"a": (6, 200), "b": (40,), "c": (3, 5, 64), "d": (4, 130)}

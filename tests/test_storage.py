@@ -7,11 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from masterless import codec
-from masterless.formats import MASTER, names, parse
-from masterless.layout import Layout, is_matrix_like
-from masterless.rounding import dither
-from masterless.storage import Storage, factored_estimate, predicted_bytes, tensor_specs
+from masterless.formats import MASTER, codec, names, parse
+from masterless.formats.layout import Layout, is_matrix_like
+from masterless.formats.rounding import dither
+from masterless.formats.storage import Storage, factored_estimate, predicted_bytes, tensor_specs
 
 SHAPES = [
     (),

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 import masterless as ml
-from masterless import codec
-from masterless.formats import parse
-from masterless.rounding import dither
+from masterless.formats import codec, parse
+from masterless.formats.rounding import dither
 
 BETA2 = 0.999
 BLOCKS = 64

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from train_runs import TINY, differences, interrupt, run
 
-from masterless.train.corpus import text_corpus
+from masterless.lab.train.corpus import text_corpus
 
 SIZE, STEPS = 20_000_000, 120
 

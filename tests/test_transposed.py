@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from weight_cases import parts, quantized, random, visible
 
 import masterless as ml
-from masterless.decoding import TransposedView
-from masterless.quantize import quantize_
-from masterless.weight import QuantizedTensor
+from masterless.tensor.decoding import TransposedView
+from masterless.tensor.quantize import quantize_
+from masterless.tensor.quantized import QuantizedTensor
 
 VIEWS = {
     "T": lambda w: w.T,

@@ -9,8 +9,8 @@ from torch import nn
 from weight_cases import FORMATS, mlp, parts, quantized, random, same_storage, visible
 
 import masterless as ml
-from masterless.quantize import quantize_
-from masterless.weight import QuantizedTensor
+from masterless.tensor.quantize import quantize_
+from masterless.tensor.quantized import QuantizedTensor
 
 # --- computing ----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from weight_cases import quantized, random
 
 import masterless as ml
-from masterless.quantize import quantize_
+from masterless.tensor.quantize import quantize_
 
 
 class LiveBytes(TorchDispatchMode):

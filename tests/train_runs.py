@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from masterless.train.checkpoint import read_checkpoint
+from masterless.lab.train.run_files import read_checkpoint
 
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--seq-len", "32", "--eval-batches", "2", "--threads", "1"]
 

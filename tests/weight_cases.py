@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from masterless.quantize import quantize_
-from masterless.weight import QuantizedTensor
+from masterless.tensor.quantize import quantize_
+from masterless.tensor.quantized import QuantizedTensor
 
 FORMATS = ["fp8", "int8", "int4", "int3", "int2", "fp4", "int4:tensor", "int4:row", "int4:64", "int4+4", "int4+32"]
 

@@ -1,6 +1,6 @@
 """``python -m masterless``: the command line."""
 
-from masterless.cli import main
+from masterless.lab.cli import main
 
 if __name__ == "__main__":
     main()

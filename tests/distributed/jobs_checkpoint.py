@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from zoo import SIZES, configurations, differences, inside, mesh_of, quantized_zoo, same, set_gradients, shard
 
 from masterless.distributed import checkpoint
-from masterless.weight import local_of
+from masterless.tensor.quantized import local_of
 
 PLAIN = 0  # in place of a number of ranks: one process, nothing sharded
 TRIPS = ((2, 1), (2, 3), (4, 2), (1, 4), (PLAIN, 3), (3, PLAIN))

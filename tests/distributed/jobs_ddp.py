@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from zoo import inside, mesh_of
 
 import masterless as ml
-from masterless.backward import step_in_backward
 from masterless.distributed import fingerprint, replicate, synchronize_
+from masterless.optim.backward import step_in_backward
 
 
 def _model(seed: int, format: str = "int4+4") -> nn.Module:

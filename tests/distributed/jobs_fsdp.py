@@ -11,10 +11,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from zoo import SIZES, differences, inside, mesh_of
 
 import masterless as ml
-from masterless.backward import step_in_backward
-from masterless.distributed import checkpoint, sharding
-from masterless.models import GPT, GPTConfig
-from masterless.weight import QuantizedTensor, local_of
+from masterless.distributed import checkpoint
+from masterless.lab.models import GPT, GPTConfig
+from masterless.optim.backward import step_in_backward
+from masterless.sharding import place as sharding
+from masterless.tensor.quantized import QuantizedTensor, local_of
 
 CONFIG = GPTConfig(vocab_size=64, n_layer=2, n_head=2, d_model=64, seq_len=16, d_ff=96, tie_embeddings=True)
 MOE = GPTConfig(vocab_size=64, n_layer=1, n_head=2, d_model=64, seq_len=16, d_ff=64, n_experts=3)

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import masterless as ml
-from masterless.distributed.sharding import Place
-from masterless.presets import PRESETS
-from masterless.weight import QuantizedTensor, local_of
+from masterless.optim.presets import PRESETS
+from masterless.sharding.place import Place
+from masterless.tensor.quantized import QuantizedTensor, local_of
 
 SIZES = (1, 2, 3, 4)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         save,
     )
     from masterless.distributed.ddp import fingerprint, replicate, synchronize_
-    from masterless.distributed.sharding import local_bytes
+    from masterless.sharding.place import local_bytes
 
 __all__ = [
     "PendingSave",
@@ -35,12 +35,14 @@ __all__ = [
 ]
 
 # Nothing is imported before it is used: torch.distributed is large, and one process does without.
-_HOMES = {"fingerprint": "ddp", "replicate": "ddp", "synchronize_": "ddp", "local_bytes": "sharding"}
+_HOMES = {"fingerprint": "distributed.ddp", "replicate": "distributed.ddp", "synchronize_": "distributed.ddp"} | {
+    "local_bytes": "sharding.place"
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'checkpoint')}"), name)
+        value = getattr(import_module(f"masterless.{_HOMES.get(name, 'distributed.checkpoint')}"), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

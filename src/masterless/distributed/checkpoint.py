@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from masterless.distributed.sharding import Place
-from masterless.distributed.views import piece
+from masterless.formats.storage import tensor_specs
 from masterless.optim.base import LowBitOptimizer
-from masterless.optim.checkpoint import COUNTERS
-from masterless.storage import tensor_specs
-from masterless.weight import QuantizedTensor, local_of
+from masterless.optim.state_dict import COUNTERS
+from masterless.sharding.place import Place
+from masterless.tensor.pieces import piece
+from masterless.tensor.quantized import QuantizedTensor, local_of
 
 _NAME = re.compile(r"step-(\d+)")
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from masterless.optim.base import LowBitOptimizer
-from masterless.weight import QuantizedTensor
+from masterless.tensor.quantized import QuantizedTensor
 
 
 def stored_tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -89,7 +89,7 @@ def step_in_hook(
     clipped: Callable[[Tensor], Tensor],
     owner_of: Callable[[Tensor], tuple[dict[str, Any], Tensor, str]],
 ) -> HookHandle:
-    """Steps every parameter of a bucket as soon as the bucket is reduced (see `masterless.backward`)."""
+    """Steps every parameter of a bucket as soon as the bucket is reduced (see `masterless.optim.backward`)."""
     ours = {id(p) for _, p, _ in optimizer.parameters()}
     group = model.process_group
     handle = HookHandle()

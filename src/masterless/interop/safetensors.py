@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from masterless import __version__, formats
-from masterless.storage import Storage, tensor_specs
-from masterless.weight import QuantizedTensor
+from masterless.formats.storage import Storage, tensor_specs
+from masterless.tensor.quantized import QuantizedTensor
 
 LAYOUT = 1
 _MOST_NAMES = 5

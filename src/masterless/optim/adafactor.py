@@ -10,7 +10,7 @@ from torch import Tensor
 from masterless.formats import Format
 from masterless.optim.base import LowBitOptimizer, require
 from masterless.optim.options import Options, common
-from masterless.rules import RULES, Rule
+from masterless.step.rules import RULES, Rule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from masterless import ops
 from masterless.formats import Format, as_first_moment, as_second_moment, parse
-from masterless.layout import is_matrix_like
-from masterless.optim import checkpoint, resets, stepping
-from masterless.rounding import check_rounding
-from masterless.rules import Rule, check_next_lr
-from masterless.scaling import POLICIES
-from masterless.storage import Storage, tensor_specs
-from masterless.weight import local_of, weight_storage
+from masterless.formats.layout import is_matrix_like
+from masterless.formats.rounding import check_rounding
+from masterless.formats.scaling import POLICIES
+from masterless.formats.storage import Storage, tensor_specs
+from masterless.optim import resets, stepping
+from masterless.optim import state_dict as checkpoint
+from masterless.step import dispatch as ops
+from masterless.step.rules import Rule, check_next_lr
+from masterless.tensor.quantized import local_of, weight_storage
 
 COMMON_DEFAULTS: dict[str, Any] = {
     "maximize": False,
@@ -171,7 +172,7 @@ class LowBitOptimizer(Optimizer):
                 f"or .bfloat16()"
             )
         if local_of(p) is not p:
-            from masterless.distributed import sharding
+            from masterless.sharding import place as sharding
 
             sharding.check(p, group, self.state_formats(p, group))
         if storage is None or storage.format.master:
@@ -238,7 +239,7 @@ class LowBitOptimizer(Optimizer):
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
         if local_of(p) is not p:
-            from masterless.distributed import sharding
+            from masterless.sharding import place as sharding
 
             return sharding.state_storage(p, state, self.state_formats(p, group))
         storages = {}
@@ -379,7 +380,7 @@ class LowBitOptimizer(Optimizer):
 
     def predicted_state_bytes(self) -> int:
         """Bytes that all moments take (metadata included), from shapes and formats; nothing is allocated."""
-        from masterless.storage import predicted_bytes
+        from masterless.formats.storage import predicted_bytes
 
         return sum(
             predicted_bytes(fmt, p.shape)

@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from masterless import staleness
 from masterless.formats import Format, parse
-from masterless.packing import unpack
-from masterless.rules import Scalars
-from masterless.storage import Storage, factored_estimate
-from masterless.weight import weight_storage
+from masterless.formats.packing import unpack
+from masterless.formats.storage import Storage, factored_estimate
+from masterless.insight import staleness
+from masterless.step.rules import Scalars
+from masterless.tensor.quantized import weight_storage
 
 if TYPE_CHECKING:
     from masterless.optim.base import LowBitOptimizer

@@ -11,7 +11,7 @@ from masterless.formats import Format
 from masterless.optim.adam import check_betas
 from masterless.optim.base import LowBitOptimizer, require
 from masterless.optim.options import Options, common, refuse
-from masterless.rules import RULES, Rule
+from masterless.step.rules import RULES, Rule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -25,16 +25,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from masterless import kernels, ops
+from masterless.backends.cpu import kernel as cpu
+from masterless.backends.cpu import library as kernels
 from masterless.formats import parse
-from masterless.kernels import cpu
+from masterless.formats.rounding import PURPOSES, parameter_id, stream_key, stream_keys
+from masterless.formats.scaling import FROZEN
+from masterless.formats.storage import Storage
 from masterless.optim import resets
-from masterless.reference import Task
-from masterless.rounding import PURPOSES, parameter_id, stream_key, stream_keys
-from masterless.rules import Scalars
-from masterless.scaling import FROZEN
-from masterless.storage import Storage
-from masterless.weight import QuantizedTensor, local_of, weight_storage
+from masterless.step import dispatch as ops
+from masterless.step.reference import Task
+from masterless.step.rules import Scalars
+from masterless.tensor.quantized import QuantizedTensor, local_of, weight_storage
 
 if TYPE_CHECKING:
     from masterless.optim.base import LowBitOptimizer
@@ -177,7 +178,7 @@ def _task(optimizer: LowBitOptimizer, live: Live, copies: list[tuple[Tensor, Ten
         rounding["exp_avg"] = "stochastic"
     place: dict[str, Any] = {}
     if local is not p:
-        from masterless.distributed import sharding
+        from masterless.sharding import place as sharding
 
         place = sharding.Place.of(p).task_fields()
     scalars = rule.scalars(group, *optimizer._local_steps(state))
@@ -203,7 +204,7 @@ def _task(optimizer: LowBitOptimizer, live: Live, copies: list[tuple[Tensor, Ten
 def _step_tasks(tasks: list[Task], backend: str) -> dict[str, int]:
     counts = ops.step(tasks, backend)
     if any(task.across is not None for task in tasks):
-        from masterless.distributed import agreement
+        from masterless.sharding import agreement
 
         counts = agreement.total_counts(tasks, counts)
     return {task.name: count for task, count in zip(tasks, counts, strict=True) if count}

@@ -1,0 +1,1 @@
+"""Who performs steps: each backend is a folder that registers itself with `masterless.step.dispatch`."""

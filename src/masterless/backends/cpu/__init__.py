@@ -1,0 +1,1 @@
+"""The compiled CPU kernel: found, loaded, told what to do."""

@@ -1,0 +1,307 @@
+"""Encode and decode: the executable specification of every format, in plain torch.
+
+Contract:
+    * Values are fp32 ``[rows, cols]``; codes are packed bytes (`packing`); a scale belongs to a block of a row.
+    * Only integer arithmetic on float bits, comparisons, and correctly rounded add, subtract, multiply, divide
+      are used: any implementation that keeps the order of operations agrees to the bit.
+    * **Scaled formats**: scale = absmax / max_level, rounded *up* to its stored kind, so that nothing is
+      clipped; numbers are normalised by the scale as stored: ``t = x / scale``, ``value = level * scale``.
+      ``level * scale`` is exact for linear and floating formats: a decoded number encodes to the very same code
+      under the same scale, with either rounding. (For the dynamic maps, whose levels are decimal fractions, that
+      holds for nearest rounding, and for stochastic rounding in all but the two most extreme dithers of 65536.)
+    * **Nearest**: a tie goes to the neighbour with the even code. **Stochastic**: to the upper neighbour
+      with probability ``(t - lower) / (upper - lower)``, to 2^-17. Out of range: the outermost level.
+    * **Log formats** work on the bits of a positive float, ``i(x)``, a piecewise-linear log2. A block stores
+      ``top`` = the upper 16 bits of its maximum, rounded up, and ``step`` in units of 2^13 (1/1024 octave);
+      code k stands for the float with bits ``i(top) - k * step``. The lowest level is ``low``, a low quantile
+      found cheaply: of the minima of the block's eight interleaved lanes the largest (2 bits), a middle one
+      (3, 4 bits) or the smallest (8 bits). Below it everything is raised to it. If the block holds exact zeros
+      the last code means zero (the upper bit of
+      ``step`` says so). "stochastic-log" dithers the code uniformly (SOLO's), "stochastic" is unbiased
+      in value, "nearest" is nearest in log.
+    * A block of zeros decodes to zeros. Finite numbers decode to finite numbers. An unsigned format never
+      turns a positive number into zero. Non-finite input is the caller's to keep away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from masterless.formats.format import Format
+from masterless.formats.packing import pack, unpack
+from masterless.formats.rounding import threshold
+
+Parts = dict[str, Tensor]
+
+_BF16_MAX_BITS = 0x7F7F0000
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+# What rounding a scale up clears: a bf16 has 8 significant bits, a power of two one. An "fp32" scale keeps 14, so that
+# its product with a level of up to 10 bits is exact.
+_SCALE_LOW_BITS = {"bf16": 0xFFFF, "fp32": 0x3FF, "pow2": 0x7FFFFF}
+LOG_STEP_UNIT = 13  # log2 of the unit of a log block's step, in float bits
+_LOG_ZERO_FLAG = 0x8000
+_LOG_STEP_MAX = 0x7FFF
+_LOG_LANES = 8
+_LOG_LANE_LENGTH = 16  # a lane has at least this many elements, so a short block has fewer lanes
+# Which of the eight sorted lane minima is the lowest level: few codes want a narrow range (the largest
+# minimum, about the 0.14-quantile), many codes can afford a wide one. Measured in tests/test_log_code.py.
+LOG_LOW_RANK = {2: 7, 3: 3, 4: 1, 8: 0}
+
+
+def float_bits(x: Tensor) -> Tensor:
+    """The bit pattern of fp32 numbers, as int64."""
+    return x.contiguous().view(torch.int32).to(torch.int64)
+
+
+def bits_float(bits: Tensor) -> Tensor:
+    """The fp32 numbers with these bit patterns."""
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def exact_sqrt(x: Tensor) -> Tensor:
+    """Correctly rounded fp32 square root; `torch.sqrt` is off by one ulp in 0.6% of cases on CPUs with MKL."""
+    return x.to(torch.float64).sqrt().to(torch.float32)
+
+
+# --- scales ---------------------------------------------------------------------------------------------
+
+
+def round_scale_up(scale: Tensor, format: Format) -> Tensor:
+    """The smallest number of the format's scale kind that is not below `scale` (and does not overflow), fp32."""
+    low = _SCALE_LOW_BITS[format.scale]
+    rounded = bits_float((float_bits(scale) + low) & ~low)
+    # The largest scale of the kind whose largest level is still finite.
+    limit = torch.tensor(_FLOAT32_MAX / format.max_level, dtype=torch.float64).to(torch.float32)
+    return torch.minimum(rounded, bits_float((float_bits(limit) - 1) & ~low).to(scale.device))
+
+
+def block_absmax(x: Tensor, format: Format) -> Tensor:
+    """The largest magnitude of every block: ``[rows, blocks]`` (``[1, 1]`` for one scale a tensor)."""
+    if format.granularity == "tensor":
+        return x.abs().amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
+    return _by_block(lambda blocks: blocks.abs().amax(-1), x, format)
+
+
+def scale_for(absmax: Tensor, format: Format) -> Tensor:
+    """The stored scale (fp32 values) of blocks with this absmax; zero only for blocks of zeros."""
+    scale = absmax / format.max_level
+    smallest = bits_float(torch.ones_like(scale, dtype=torch.int64))
+    return round_scale_up(torch.where((absmax > 0) & (scale == 0), smallest, scale), format)
+
+
+def _by_block(function: Callable[[Tensor], Tensor], x: Tensor, format: Format) -> Tensor:
+    """Applies ``[rows, n, length] -> [rows, n]`` to the full blocks and to the tail block of every row."""
+    rows, cols = x.shape
+    block = format.granularity if isinstance(format.granularity, int) else max(cols, 1)
+    full = cols // block
+    parts = []
+    if full:
+        parts.append(function(x[:, : full * block].reshape(rows, full, block)))
+    if full * block < cols:
+        parts.append(function(x[:, full * block :].unsqueeze(1)))
+    return torch.cat(parts, dim=1) if parts else x.new_zeros(rows, 0)
+
+
+def _spread(per_block: Tensor, cols: int, format: Format) -> Tensor:
+    """``[rows, blocks]`` metadata to ``[rows, cols]``: every element sees its block's."""
+    if not isinstance(format.granularity, int):
+        return per_block  # [rows, 1] and [1, 1] broadcast
+    return per_block.repeat_interleave(format.granularity, dim=1)[:, :cols]
+
+
+# --- codes on a grid of levels --------------------------------------------------------------------------
+
+
+def _linear_codes(t: Tensor, format: Format, u: Tensor | None) -> Tensor:
+    fine = t * 2.0**format.fine_bits
+    if u is None:
+        index = fine.round()  # half to even, which is the even code: every zero code is even
+    else:
+        index = fine.floor()
+        index = index + (fine - index > threshold(u)).to(index.dtype)
+    limit = format.max_level * 2.0**format.fine_bits
+    index = index.clamp(-limit if format.signed else 0.0, limit)
+    return index.to(torch.int32) + format.zero_code
+
+
+def _codebook_codes(t: Tensor, format: Format, u: Tensor | None) -> Tensor:
+    levels = torch.tensor(format.levels, dtype=torch.float64).to(torch.float32).to(t.device)
+    codes = torch.tensor(format.table[1], dtype=torch.int32, device=t.device)
+    index = (torch.searchsorted(levels, t.contiguous(), right=True) - 1).clamp(0, len(levels) - 2)
+    lower, upper = levels[index], levels[index + 1]
+    if u is None:
+        middle = (lower + upper) * 0.5
+        up = (t > middle) | ((t == middle) & (codes[index + 1] % 2 == 0))
+    else:
+        up = t - lower > threshold(u) * (upper - lower)
+    return codes[index + up]
+
+
+def _level_table(format: Format) -> Tensor:
+    """The level of every code, unused codes included (they decode to zero)."""
+    table = torch.zeros(2**format.code_bits, dtype=torch.float64)
+    table[torch.tensor(format.table[1])] = torch.tensor(format.levels, dtype=torch.float64)
+    return table.to(torch.float32)
+
+
+def _encode_scaled(x: Tensor, format: Format, u: Tensor | None, scale: Tensor | None) -> Parts:
+    if scale is None:
+        scale = scale_for(block_absmax(x, format), format)
+    divisor = _spread(torch.where(scale > 0, scale, 1.0), x.shape[1], format)
+    t = x / divisor
+    codes = (_linear_codes if format.kind == "linear" else _codebook_codes)(t, format, u)
+    if not format.signed:
+        codes = torch.where((x > 0) & (codes == format.zero_code), codes + 1, codes)
+    parts = {"codes": pack(codes >> format.fine_bits, format.bits)}
+    if format.fine_bits:
+        parts["hidden"] = pack(codes & (2**format.fine_bits - 1), format.fine_bits)
+    if format.master:
+        parts["master"] = x.clone()
+    parts["scale"] = scale if format.scale == "fp32" else scale.to(torch.bfloat16)
+    return parts
+
+
+def _decode_scaled(parts: Parts, cols: int, format: Format, visible: bool) -> Tensor:
+    if format.master and not visible:
+        return parts["master"]
+    scale = _spread(parts["scale"].to(torch.float32), cols, format)
+    codes = unpack(parts["codes"], cols, format.bits)
+    if format.kind == "codebook":
+        return _level_table(format).to(codes.device)[codes] * scale
+    if not format.fine_bits:
+        return (codes - format.zero_code).to(torch.float32) * scale
+    if visible:
+        return (codes - 2 ** (format.bits - 1)).to(torch.float32) * scale
+    fine = (codes << format.fine_bits) + unpack(parts["hidden"], cols, format.fine_bits) - format.zero_code
+    return fine.to(torch.float32) * (scale * 2.0**-format.fine_bits)
+
+
+# --- the logarithmic code -------------------------------------------------------------------------------
+
+
+def _lane_low(blocks: Tensor, format: Format) -> Tensor:
+    """Bits of the lowest level: a low quantile of the block, from the minima of its lanes; 0 if all are zero."""
+    lanes = max(1, min(_LOG_LANES, blocks.shape[-1] // _LOG_LANE_LENGTH))
+    bits = float_bits(blocks)
+    infinite = 1 << 40  # above all float bits, and exact in the double that `pad` takes
+    bits = torch.where(bits > 0, bits, infinite)
+    padded = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % lanes), value=infinite)
+    minima = padded.unflatten(-1, (-1, lanes)).amin(-2).sort(-1).values
+    found = (minima < infinite).sum(-1, keepdim=True)
+    rank = (found - 1).clamp(min=0) * LOG_LOW_RANK[format.bits] // (_LOG_LANES - 1)
+    low = minima.gather(-1, rank).squeeze(-1)
+    return torch.where(low == infinite, 0, low)
+
+
+def log_metadata(top: Tensor, low: Tensor, has_zero: Tensor, format: Format) -> Parts:
+    """A log block's stored metadata from the bits of its maximum and lowest level, and whether it holds zeros."""
+    top = ((top + 0xFFFF) & ~0xFFFF).clamp(max=_BF16_MAX_BITS)
+    has_zero = has_zero & (top > 0)
+    intervals = (2**format.bits - 1 - has_zero.to(torch.int64)) << LOG_STEP_UNIT
+    step = ((top - low + intervals - 1) // intervals).clamp(1, _LOG_STEP_MAX)
+    step = torch.where(has_zero, step | _LOG_ZERO_FLAG, step)
+    return {"top": (top >> 16).to(torch.int16), "step": step.to(torch.int16)}
+
+
+def _read_log_metadata(parts: Parts, cols: int, format: Format) -> tuple[Tensor, Tensor, Tensor]:
+    top = _spread(parts["top"].to(torch.int64) << 16, cols, format)
+    raw = _spread(parts["step"].to(torch.int64) & 0xFFFF, cols, format)
+    return top, (raw & _LOG_STEP_MAX) << LOG_STEP_UNIT, (raw & _LOG_ZERO_FLAG) != 0
+
+
+def _log_bits(top: Tensor, code: Tensor, step: Tensor) -> Tensor:
+    """Float bits of a code's level; positive unless the block is all zeros."""
+    return torch.maximum(top - code * step, (top > 0).to(torch.int64))
+
+
+def encode_log(x: Tensor, metadata: Parts, format: Format, u: Tensor | None, log_dither: bool) -> Parts:
+    """Codes of non-negative values under given block metadata."""
+    top, step, flag = _read_log_metadata(metadata, x.shape[1], format)
+    bits = float_bits(x)
+    depth = (top - bits).clamp(min=0)
+    last = 2**format.bits - 1 - flag.to(torch.int64)  # the code of the lowest positive level
+    if u is None:
+        code = (depth + (step >> 1)) // step
+    elif log_dither:
+        code = (depth + ((u.to(torch.int64) * step) >> 16)) // step
+    else:
+        code = depth // step
+        upper = bits_float(_log_bits(top, code, step))
+        lower = bits_float(_log_bits(top, code + 1, step))
+        code = code + (x - lower <= threshold(u) * (upper - lower)).to(torch.int64)
+    code = torch.minimum(code, last)
+    code = torch.where(bits > 0, code, torch.where(flag, 2**format.bits - 1, 0))
+    return {"codes": pack(code.to(torch.int32), format.bits), **metadata}
+
+
+def _decode_log(parts: Parts, cols: int, format: Format) -> Tensor:
+    top, step, flag = _read_log_metadata(parts, cols, format)
+    code = unpack(parts["codes"], cols, format.bits).to(torch.int64)
+    bits = _log_bits(top, code, step)
+    return bits_float(torch.where(flag & (code == 2**format.bits - 1), 0, bits))
+
+
+def _log_metadata_of(x: Tensor, format: Format) -> Parts:
+    top = _by_block(lambda blocks: float_bits(blocks.amax(-1)), x, format).to(torch.int64)
+    low = _by_block(lambda blocks: _lane_low(blocks, format), x, format).to(torch.int64)
+    has_zero = _by_block(lambda blocks: (blocks == 0).any(-1), x, format).to(torch.bool)
+    return log_metadata(top, low, has_zero, format)
+
+
+# --- plain floats ---------------------------------------------------------------------------------------
+
+
+def _to_bfloat16(x: Tensor, u: Tensor | None) -> Tensor:
+    """fp32 to bf16 on the bits; a carry past the largest finite number is stopped there."""
+    bits = float_bits(x) & 0xFFFFFFFF
+    magnitude = bits & 0x7FFFFFFF
+    add = 0x7FFF + ((magnitude >> 16) & 1) if u is None else u.to(torch.int64)
+    magnitude = ((magnitude + add) & ~0xFFFF).clamp(max=_BF16_MAX_BITS)
+    upper = (magnitude | (bits & 0x80000000)) >> 16
+    return upper.to(torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+# --- the two entry points -------------------------------------------------------------------------------
+
+
+def encode(
+    x: Tensor,
+    format: Format,
+    u: Tensor | None = None,
+    *,
+    log_dither: bool = False,
+    scale: Tensor | None = None,
+) -> Parts:
+    """Stores fp32 values ``[rows, cols]``.
+
+    Args:
+        x: finite fp32 values, non-negative if the format is unsigned.
+        format: how to store them.
+        u: random integers below 2^16 of the shape of `x` (`rounding.dither`), or None to round to nearest.
+        log_dither: for log formats: dither the code uniformly instead of unbiased in value.
+        scale: for scaled formats: keep these scales (``[rows, blocks]``, fp32) instead of computing new ones.
+
+    Returns:
+        The stored tensors by name: ``codes`` and their metadata, or ``values`` for plain formats.
+    """
+    if format.kind == "float32":
+        return {"values": x.clone()}
+    if format.kind == "bfloat16":
+        return {"values": _to_bfloat16(x, u)}
+    if format.kind == "log":
+        return encode_log(x, _log_metadata_of(x, format), format, u, log_dither)
+    if format.kind in ("linear", "codebook"):
+        return _encode_scaled(x, format, u, scale)
+    raise ValueError(f"format {str(format)!r} stores no elements")
+
+
+def decode(parts: Parts, cols: int, format: Format, visible: bool = False) -> Tensor:
+    """The fp32 values ``[rows, cols]`` of stored tensors; `visible` leaves hidden bits out."""
+    if format.kind in ("float32", "bfloat16"):
+        return parts["values"].to(torch.float32)
+    if format.kind == "log":
+        return _decode_log(parts, cols, format)
+    return _decode_scaled(parts, cols, format, visible)

@@ -1,0 +1,105 @@
+"""Rounding: the names, and the random bits as a pure function of a counter.
+
+Contract:
+    * `dither` gives 16 random bits for every element as a function of (seed, step, parameter, purpose,
+      row, column) and of nothing else: no generator, no state. Replicas agree, a resumed run continues bit
+      for bit, and a shard of rows sees what the whole tensor would have seen.
+    * Construction: the first four become a 64-bit key; key and chunk number (128 elements of a row) go
+      through SplitMix64 and give two 32-bit words (a, b); element e of the chunk gets the upper half of
+      ``mix(a + e * W) + b`` with ``mix(x) = (x ^ x >> 16) * M`` modulo 2^32. The addition of b makes every
+      element exactly uniform; a few vector instructions compute it.
+    * Stochastic rounding goes to the upper neighbour where ``fraction > (u + 1/2) / 2^16``: a number that
+      lies on the grid stays where it is, always, and the mean is right to 2^-17 of the gap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from masterless.formats.layout import CHUNK
+
+Rounding = Literal["nearest", "stochastic", "stochastic-log"]
+ROUNDINGS: tuple[str, ...] = get_args(Rounding)
+
+PURPOSES = {"weight": 1, "exp_avg": 2, "exp_avg_sq": 3}
+
+_MASK64 = (1 << 64) - 1
+_MASK32 = (1 << 32) - 1
+_GOLDEN64 = 0x9E3779B97F4A7C15
+_MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WEYL32 = 0x9E3779B9
+_MULTIPLY32 = 0x85EBCA6B
+
+
+def check_rounding(rounding: str) -> None:
+    """Raises a ValueError for a name that is no rounding."""
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"unknown rounding {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
+
+
+def parameter_id(name: str) -> int:
+    """A 64-bit identity of a parameter from its name (or, nameless, from its position written as a name)."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _splitmix64(z: Any) -> Any:  # an int, or an array of uint64, which wraps by itself
+    z = (z + _GOLDEN64) & _MASK64
+    z = ((z ^ (z >> 30)) * _MIX1) & _MASK64
+    z = ((z ^ (z >> 27)) * _MIX2) & _MASK64
+    return z ^ (z >> 31)
+
+
+def stream_key(seed: int, step: int, parameter: int, purpose: str) -> int:
+    """The 64-bit key of one parameter's random bits in one step for one purpose."""
+    key = _splitmix64(seed & _MASK64)
+    for part in (step, parameter, PURPOSES[purpose]):
+        key = _splitmix64(key ^ (part & _MASK64))
+    return key
+
+
+def stream_keys(
+    seeds: NDArray[np.uint64], steps: NDArray[np.uint64], parameters: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    """`stream_key` of many parameters at once: ``[n, purposes]``, in the order of `PURPOSES`."""
+    key = _splitmix64(_splitmix64(_splitmix64(seeds) ^ steps) ^ parameters)
+    return _splitmix64(key[:, None] ^ np.array(list(PURPOSES.values()), dtype=np.uint64))
+
+
+def _signed64(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shift(z: Tensor, n: int) -> Tensor:
+    """Logical right shift of 64-bit words held in int64."""
+    return (z >> n) & ((1 << (64 - n)) - 1)
+
+
+def _chunk_words(key: int, chunks: Tensor) -> tuple[Tensor, Tensor]:
+    """SplitMix64 of key and chunk number, as two 32-bit words in int64."""
+    z = _signed64(key) + (chunks + 1) * _signed64(_GOLDEN64)  # int64 wraps, which is what SplitMix64 wants
+    z = (z ^ _shift(z, 30)) * _signed64(_MIX1)
+    z = (z ^ _shift(z, 27)) * _signed64(_MIX2)
+    z = z ^ _shift(z, 31)
+    return z & _MASK32, _shift(z, 32)
+
+
+def dither(key: int, rows: int, cols: int, first_row: int = 0, device: torch.device | str | None = None) -> Tensor:
+    """Random integers below 2^16 for `rows` rows of a tensor from `first_row` on: int32 ``[rows, cols]``."""
+    chunks_per_row = -(-cols // CHUNK)
+    first = first_row * chunks_per_row
+    chunks = torch.arange(first, first + rows * chunks_per_row, device=device).view(rows, chunks_per_row, 1)
+    a, b = _chunk_words(key, chunks)
+    x = (a + torch.arange(CHUNK, device=device) * _WEYL32) & _MASK32
+    x = ((x ^ (x >> 16)) * _MULTIPLY32 + b) & _MASK32
+    return (x >> 16).to(torch.int32).flatten(1)[:, :cols]
+
+
+def threshold(u: Tensor) -> Tensor:
+    """``(u + 1/2) / 2^16`` in fp32, exact: what a fraction is compared with in stochastic rounding."""
+    return (u.to(torch.float32) + 0.5) * 2.0**-16

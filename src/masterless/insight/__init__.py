@@ -1,0 +1,1 @@
+"""What happens in a run, and what will: bytes, stalls, lost updates."""

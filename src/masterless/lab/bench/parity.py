@@ -1,0 +1,83 @@
+"""Kernel against reference, quickly: without equal bits no speed-up is printed.
+
+The thorough comparison is ``tests/test_kernel.py``; this one runs the optimizers that the benchmark measures (and a few
+beside them) for some steps on both backends and compares every stored byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import masterless as ml
+from masterless.backends.cpu import library as kernels
+from masterless.formats.layout import is_matrix_like
+from masterless.lab.bench.footprint import moments, stored_tensors
+
+STEPS = 3
+_SHAPES = [(5, 200), (3, 1100), (2, 3, 48), (130,), (2, 256)]  # tails, several spans, stacks, vectors
+
+Make = Callable[..., torch.optim.Optimizer]
+CASES: dict[str, tuple[Make, dict[str, Any], str | None]] = {  # optimizer, options, format of the weights
+    "AdamW, fp32 weights, int8/log8": (ml.AdamW, {}, None),
+    "AdamW, fp32 weights, int4/log2": (ml.AdamW, {"exp_avg": "int4", "exp_avg_sq": "log2"}, None),
+    "AdamW, INT4, int4/log2": (ml.AdamW, {"exp_avg": "int4", "exp_avg_sq": "log2"}, "int4"),
+    "AdamW, FP8, int4/log2": (ml.AdamW, {"exp_avg": "int4", "exp_avg_sq": "log2"}, "fp8"),
+    "AdamW, INT4 with hidden bits, dynamic4/fp8": (ml.AdamW, {"exp_avg": "dynamic4", "exp_avg_sq": "fp8"}, "int4+4"),
+    "SGD, INT4, int4": (ml.SGD, {"momentum": 0.9, "momentum_buffer": "int4"}, "int4"),
+    "Lion, fp32 weights, int3": (ml.Lion, {"exp_avg": "int3"}, None),
+}
+
+
+class ParityError(RuntimeError):
+    """The kernel does not compute what the reference computes; its speed means nothing."""
+
+
+def check() -> int:
+    """Compares all cases; returns how many. Raises a `ParityError` that names those that differ."""
+    if not kernels.available():
+        raise ParityError(f"there is no compiled kernel to measure: {kernels.describe().reason}")
+    red = [difference for name in CASES for difference in _differences(name)]
+    if red:
+        raise ParityError(
+            f"the compiled kernel differs from the reference, so no speed is reported: {'; '.join(red)}. "
+            f"Rebuild the package and run tests/test_kernel.py"
+        )
+    return len(CASES)
+
+
+def _differences(name: str) -> Iterator[str]:
+    make, options, weight = CASES[name]
+    fused, plain = (_trained(make, {**options, "backend": backend}, weight) for backend in ("auto", "reference"))
+    wrong = sum(_bytes_differ(a, b) for a, b in zip(fused, plain, strict=True))
+    if wrong:
+        yield f"{name}: {wrong} of {len(plain)} tensors after {STEPS} steps"
+
+
+def _trained(make: Make, options: dict[str, Any], weight: str | None) -> list[Tensor]:
+    """Every stored tensor after some steps."""
+    generator = torch.Generator().manual_seed(5)
+    parameters = []
+    for shape in _SHAPES:
+        dense = torch.randn(shape, generator=generator) * 0.05
+        quantized = weight is not None and is_matrix_like(shape)
+        parameters.append(Parameter(ml.QuantizedTensor.from_dense(dense, weight) if quantized and weight else dense))
+    optimizer = make(parameters, lr=1e-2, weight_decay=0.1, **options)
+    for _ in range(STEPS):
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    return [
+        tensor
+        for p in parameters
+        for whole in (p, *moments(optimizer.state[p]))
+        for tensor in stored_tensors(whole.detach())
+    ]
+
+
+def _bytes_differ(a: Tensor, b: Tensor) -> bool:
+    return not torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

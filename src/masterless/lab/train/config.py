@@ -1,0 +1,268 @@
+"""What a run is, as one flat record: the flags of ``masterless train``, the keys of ``run.toml``, the stored config.
+
+Contract:
+    * Each option is written once, below, with its section, default and help; flags and keys are made from it.
+    * Precedence: flags, then the config file, then the preset, then the defaults. `resolve` leaves nothing open: what
+      it returns is stored with the run, so a preset that changes later does not change a run that is resumed.
+    * Reading this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+_LR = {"Lion": 3e-4, "SGD": 0.1, "Adafactor": 0.05}  # AdamW's and its relatives' is 2e-3
+OPTIMIZERS = ("AdamW", "Adam", "AdaBelief", "Adafactor", "Lion", "RMSprop", "SGD")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be honoured: says which value, why, and what to do."""
+
+
+def _option(default: Any, section: str, help: str, shown: str | None = None) -> Any:
+    return dataclasses.field(default=default, metadata={"section": section, "help": help, "shown": shown})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that defines a run. A value of None is filled in by `resolve` (or means "none" after it)."""
+
+    data: tuple[str, ...] = _option(
+        (), "data", "Text: files or folders (.txt .md .py .jsonl .npy); repeatable.", "the standard library's source"
+    )
+    vocab: int = _option(0, "data", "Train a BPE tokenizer of this many tokens; 0 trains on bytes.")
+
+    layers: int = _option(2, "model", "Transformer blocks.")
+    width: int = _option(128, "model", "Width of the residual stream.")
+    heads: int = _option(4, "model", "Attention heads per block.")
+    hidden: int | None = _option(None, "model", "Hidden width of a feed-forward layer (of one expert).", "4 x width")
+    experts: int = _option(0, "model", "Experts per layer; 0 is a dense model.")
+    experts_per_token: int = _option(2, "model", "Experts each token visits.")
+    seq_len: int = _option(128, "model", "Tokens per sequence.")
+    tie_embeddings: bool = _option(False, "model", "One matrix for embedding and output head.")
+    init: str | None = _option(None, "model", "Start from the weights of a run or checkpoint file.", "random weights")
+
+    preset: str = _option("1.8-byte", "formats", "A point on the loss-against-bytes frontier.")
+    weights: str | None = _option(
+        None, "formats", "Format of the inner matrices: fp32, bf16, fp8, int8, int4, ...", "preset"
+    )
+    exp_avg: str | None = _option(None, "formats", "Format of the first moment.", "preset")
+    exp_avg_sq: str | None = _option(None, "formats", "Format of the second moment.", "preset")
+    rounding: str | None = _option(None, "formats", "Of states: stochastic, nearest or stochastic-log.", "stochastic")
+    weight_rounding: str | None = _option(None, "formats", "Of weights: stochastic or nearest.", "stochastic")
+    error_compensation: bool | None = _option(
+        None, "formats", "Inject what rounding a weight loses into the momentum.", "preset"
+    )
+    reset: str | None = _option(
+        None, "formats", "Restart second moments that stall: auto, adaptive or a number of steps.", "never"
+    )
+
+    optimizer: str = _option("AdamW", "optimizer", f"One of {', '.join(OPTIMIZERS)}.")
+    lr: float | None = _option(None, "optimizer", "Peak learning rate.", "0.001; Lion 0.0003, SGD 0.1, Adafactor 0.05")
+    min_lr: float | None = _option(None, "optimizer", "Learning rate at the end of the cosine.", "lr / 10")
+    warmup: int | None = _option(None, "optimizer", "Steps of linear warm-up.", "50, at most a tenth of the steps")
+    beta1: float | None = _option(None, "optimizer", "Decay of the first moment.", "preset")
+    beta2: float | None = _option(None, "optimizer", "Decay of the second moment.", "preset")
+    weight_decay: float = _option(0.1, "optimizer", "Weight decay.")
+    clip: float = _option(
+        1.0, "optimizer", "Largest gradient norm, with --step-in-backward of each parameter by itself; 0 does not clip."
+    )
+    step_in_backward: bool = _option(
+        False, "optimizer", "Step as soon as a gradient is ready and free it; saves the memory of all gradients."
+    )
+
+    steps: int = _option(1500, "run", "Optimizer steps.")
+    batch: int = _option(4, "run", "Sequences per backward pass.")
+    accumulate: int = _option(1, "run", "Backward passes per step.")
+    eval_every: int | None = _option(None, "run", "Steps between evaluations.", "a fifteenth of the steps")
+    eval_batches: int = _option(16, "run", "Validation batches per evaluation.")
+    save_every: int | None = _option(None, "run", "Steps between checkpoints; 0 saves only at the end.", "eval-every")
+    keep: int = _option(2, "run", "Checkpoints to keep.")
+    seed: int = _option(0, "run", "Of initial weights, batches and rounding.")
+    threads: int | None = _option(None, "run", "Threads of the computation.", "torch's default")
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(RunConfig)}
+TYPES: dict[str, Any] = get_type_hints(RunConfig)
+MODEL_KEYS = tuple(name for name, field in FIELDS.items() if field.metadata["section"] == "model" and name != "init")
+
+
+def resolve(
+    flags: Mapping[str, Any], file: Mapping[str, Any] | None = None, inherited: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """The configuration of a run, with every choice made.
+
+    Args:
+        flags: options given on the command line.
+        file: options of the config file.
+        inherited: the model's shape, if it comes from a checkpoint.
+
+    Raises:
+        ConfigError: an option is unknown, has a wrong type or an impossible value.
+        ValueError: the preset is unknown.
+    """
+    chosen = {
+        **_checked(inherited or {}, "checkpoint"),
+        **_checked(file or {}, "config file"),
+        **_checked(flags, "flag"),
+    }
+    config = RunConfig(**chosen)
+    if config.optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer={config.optimizer!r}: no such optimizer; choose one of {', '.join(OPTIMIZERS)}")
+    from masterless.optim.presets import get_preset  # imports torch
+
+    preset = get_preset(config.preset)
+    betas = (0.9, 0.99) if config.optimizer == "Lion" else preset.options["betas"]
+    filled: dict[str, Any] = {
+        "weights": preset.weights or "fp32",
+        "exp_avg": preset.options["exp_avg"],
+        "exp_avg_sq": preset.options["exp_avg_sq"],
+        "rounding": preset.options.get("rounding", "stochastic"),
+        "weight_rounding": preset.options.get("weight_rounding", "stochastic"),
+        "error_compensation": preset.options.get("error_compensation", True),
+        "beta1": betas[0],
+        "beta2": betas[1],
+        "lr": _LR.get(config.optimizer, 1e-3),
+        "warmup": min(50, config.steps // 10),
+        "eval_every": max(1, config.steps // 15),
+    }
+    config = dataclasses.replace(config, **{k: v for k, v in filled.items() if getattr(config, k) is None})
+    if config.reset == "none":
+        config = dataclasses.replace(config, reset=None)
+    assert config.lr is not None
+    if config.min_lr is None:
+        config = dataclasses.replace(config, min_lr=config.lr / 10)
+    if config.save_every is None:
+        config = dataclasses.replace(config, save_every=config.eval_every)
+    _check(config)
+    return config
+
+
+def _check(config: RunConfig) -> None:
+    def require(condition: bool, name: str, reason: str) -> None:
+        if not condition:
+            raise ConfigError(f"{name.replace('_', '-')}={getattr(config, name)}: {reason}")
+
+    for name in ("steps", "batch", "accumulate", "layers", "width", "heads", "seq_len", "eval_batches", "keep"):
+        require(getattr(config, name) >= 1, name, "must be at least 1; pass a positive number")
+    for name in ("eval_every", "save_every", "vocab", "clip", "weight_decay", "seed", "warmup", "experts"):
+        require(getattr(config, name) >= 0, name, "cannot be negative; pass 0 or more")
+    require(
+        config.threads is None or config.threads >= 1, "threads", "must be at least 1; leave it out for torch's own"
+    )
+    assert config.lr is not None and config.min_lr is not None and config.warmup is not None
+    require(math.isfinite(config.lr) and config.lr > 0, "lr", "must be positive and finite; try 0.001")
+    require(0 <= config.min_lr <= config.lr, "min_lr", f"must lie between 0 and lr={config.lr:g}; lower it or raise lr")
+    require(config.warmup <= config.steps, "warmup", f"longer than the run of {config.steps} steps; lower it")
+    require(
+        config.vocab == 0 or config.vocab >= 300,
+        "vocab",
+        "a byte-level BPE needs at least 300 tokens; pass 0 for bytes",
+    )
+    require(
+        not (config.step_in_backward and config.accumulate > 1),
+        "accumulate",
+        "with --step-in-backward each backward pass is a step; raise --batch instead",
+    )
+
+
+def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The options that were given (None is not), of the right types."""
+    checked = {}
+    for name, value in values.items():
+        if name not in FIELDS:
+            near = difflib.get_close_matches(name, FIELDS, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(FIELDS)}"
+            raise ConfigError(f"{where}: unknown option {name!r}; {hint}")
+        if value is not None:
+            checked[name] = _typed(name, value, where)
+    return checked
+
+
+def _typed(name: str, value: Any, where: str) -> Any:
+    hint = TYPES[name]
+    wanted = next(t for t in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if t is not type(None))
+    if get_origin(wanted) is tuple:
+        values = [value] if isinstance(value, str) else value
+        if isinstance(values, (list, tuple)) and all(isinstance(v, (str, Path)) for v in values):
+            return tuple(map(str, values))
+        wanted_name = "a list of paths"
+    elif wanted is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    elif wanted is str and name == "reset" and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    elif type(value) is wanted:
+        return value
+    else:
+        wanted_name = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[wanted]
+    raise ConfigError(f"{where}: {name}={value!r} has the wrong type; write {wanted_name}")
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raises an error if there is anything at this place already."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists():
+        run = (folder / "config.toml").exists()
+        what = "a run" if run else "something"
+        go_on = f"go on with --resume {folder}, or " if run else ""
+        raise ConfigError(f"{folder}: {what} is there already and is not overwritten; {go_on}choose another --out")
+
+
+# --- TOML -------------------------------------------------------------------------------------------------
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The options in a config file: keys of `RunConfig`, in sections or not."""
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        try:
+            import tomli as tomllib  # type: ignore[no-redef]
+        except ModuleNotFoundError:
+            raise ConfigError(f"{path}: Python 3.10 cannot read TOML by itself; pip install tomli") from None
+    try:
+        parsed = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path") from None
+    except (UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"{path}: not valid TOML ({error}); correct it") from None
+    sections = {field.metadata["section"] for field in FIELDS.values()}
+    options: dict[str, Any] = {}
+    for key, value in parsed.items():
+        inside = value if isinstance(value, dict) and key in sections else {key: value}
+        for name, item in inside.items():
+            options[name.replace("-", "_")] = item
+    return _checked(options, str(path))
+
+
+def to_toml(config: RunConfig) -> str:
+    """The configuration as a file that `read_toml` reads back to the same values; None is left out."""
+    lines = ["# A run of `masterless train`; start another like it with --config."]
+    section = None
+    for name, field in FIELDS.items():
+        value = getattr(config, name)
+        if field.metadata["section"] != section:
+            section = field.metadata["section"]
+            lines += ["", f"[{section}]"]
+        if value is not None:
+            lines.append(f"{name} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)  # of ints and floats, `inf` and `1e-05` too, Python's is TOML's

@@ -1,0 +1,241 @@
+"""Optimizer state to and from files: plain tensors, other formats, and torch.optim's own state dicts.
+
+Contract:
+    * A state dict holds tensors in their own dtypes and Python scalars: it loads with ``weights_only=True``.
+    * Resuming is bit for bit. The stock `load_state_dict` casts every state tensor to the parameter's dtype,
+      which would destroy codes and, with bf16 parameters, moments: ours keeps each tensor as it was saved.
+    * A moment saved in another format (torch.optim's fp32 included) is decoded and rounded to nearest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from masterless.formats import Format, parse
+from masterless.formats.codec import exact_sqrt
+from masterless.formats.storage import Storage, tensor_specs
+from masterless.optim import resets
+from masterless.tensor.quantized import local_of
+
+if TYPE_CHECKING:
+    from masterless.optim.base import LowBitOptimizer
+
+VERSION = 1
+# Of torch's param groups: what changes the mathematics is refused, how torch loops over tensors is not ours to know.
+REFUSED = ("amsgrad", "centered")
+IGNORED = (*REFUSED, "foreach", "fused", "capturable", "differentiable")
+COUNTERS = (".reset_step", ".stalled")  # of a state's resets: scalars beside its stored tensors
+
+
+class _Sealed:
+    """Carries one parameter's state through the stock loader, which would cast bare tensors."""
+
+    def __init__(self, state: dict[str, Any], saved_group: dict[str, Any]) -> None:
+        self.state = state
+        self.saved_group = saved_group
+
+
+def state_key(name: str, part: str) -> str:
+    """The key of one stored tensor in a parameter's state: ``exp_avg`` for a plain one, else ``exp_avg.codes``."""
+    return name if part == "values" else f"{name}.{part}"
+
+
+def prepare_for_load(optimizer: LowBitOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict as the stock loader may see it: groups completed with our options, states sealed."""
+    groups = state_dict["param_groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the state dict has {len(groups)} param groups, this {type(optimizer).__name__} has "
+            f"{len(optimizer.param_groups)}; build the optimizer with the same groups"
+        )
+    formats = {name for name in (optimizer.first_name, optimizer.second_name) if name}
+    merged = []
+    owner: dict[Any, dict[str, Any]] = {}
+    for saved, own in zip(groups, optimizer.param_groups, strict=True):
+        version = saved.get("masterless_version", VERSION)
+        if version > VERSION:
+            raise ValueError(
+                f"the state dict has version {version}, this masterless reads up to {VERSION}; upgrade masterless"
+            )
+        for option in REFUSED:
+            if saved.get(option):
+                raise ValueError(
+                    f"the state dict was saved with {option}=True, a third average that masterless has no place for; "
+                    f"train on with torch.optim, or start from the weights alone"
+                )
+        # Everything else is kept, what LR schedulers write into a group ("initial_lr") included.
+        dropped = {*formats, *IGNORED, "masterless_version"}
+        keep = {k: v for k, v in saved.items() if k not in dropped}
+        own_options = {k: v for k, v in own.items() if k not in ("params", "param_names")}
+        entry = {**own_options, **keep, "params": saved["params"]}
+        if "param_names" in saved:
+            entry["param_names"] = saved["param_names"]
+        optimizer._check_group(entry)  # loaded hyperparameters must go with this optimizer's formats
+        merged.append(entry)
+        owner.update(dict.fromkeys(saved["params"], saved))
+    states = {k: _Sealed(v, owner[k]) if k in owner else v for k, v in state_dict["state"].items()}
+    return {**state_dict, "state": states, "param_groups": merged}
+
+
+def finish_load(optimizer: LowBitOptimizer) -> None:
+    """Unseals the states and brings each moment into this optimizer's format."""
+    for group, p, name in optimizer.parameters():
+        sealed = optimizer.state.get(p)
+        if isinstance(sealed, _Sealed):
+            if local_of(p) is p:
+                optimizer.state[p] = _adopt(optimizer, group, p, name, sealed)
+            else:
+                from masterless.sharding import place as sharding
+
+                optimizer.state[p] = sharding.adopt(optimizer, group, p, name, sealed)
+
+
+def is_rehearsal(optimizer: LowBitOptimizer, parameters: list[tuple[dict[str, Any], Tensor, str]]) -> bool:
+    """Whether a fresh optimizer's first step is that of ``get_optimizer_state_dict``: to see which states there are.
+
+    It sets lr = 0 and all gradients to zero. Such a step allocates, and counts for nothing.
+    """
+    if any(float(group["lr"]) != 0.0 for group in optimizer.param_groups):
+        return False
+    zero = not any(bool(local_of(p.grad).any()) for _, p, _ in parameters if p.grad is not None)
+    if all(local_of(p) is p for _, p, _ in parameters):
+        return zero
+    from masterless.sharding import agreement
+
+    return agreement.everywhere(zero, [p for _, p, _ in parameters])
+
+
+def _adopt(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str, sealed: _Sealed) -> dict[str, Any]:
+    saved = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in sealed.state.items()}
+    wanted = optimizer.state_formats(p, group)
+    _refuse_foreign(optimizer, name, saved)
+    # torch's SGD counts no steps; a buffer in its state says that there was one, which is all that SGD asks.
+    step = saved.get("step", float(any(isinstance(v, Tensor) for v in saved.values())))
+    state: dict[str, Any] = {"step": torch.as_tensor(step, dtype=torch.float32).cpu().clone()}
+    state.update({k: v for k, v in saved.items() if k.endswith(COUNTERS)})
+    for moment, fmt in wanted.items():
+        found = _saved_storage(moment, saved, sealed.saved_group, p, fmt)
+        if found is None:
+            if fmt.kind != "none" and int(state["step"]) > 0:
+                raise ValueError(
+                    f"the state dict has no {moment!r} for parameter {name} (its keys: {sorted(saved)}); it was saved "
+                    f"by another kind of optimizer"
+                )
+            continue
+        if found.format != fmt or _units(sealed.saved_group) != _units(group):
+            found = Storage.zeros(fmt, p.shape, p.device).encode_(
+                _decoded(optimizer, moment, found, saved, sealed, group, p)
+            )
+        state.update({state_key(moment, part): t.to(p.device) for part, t in found.tensors.items()})
+    return state
+
+
+def _refuse_foreign(optimizer: LowBitOptimizer, name: str, saved: dict[str, Any]) -> None:
+    own = {optimizer.first_name, optimizer.second_name, "step"}
+    foreign = sorted(k for k, v in saved.items() if v is not None and k.split(".")[0] not in own)
+    if foreign:
+        raise ValueError(
+            f"the state dict holds {', '.join(foreign)} for parameter {name}, which {type(optimizer).__name__} does "
+            f"not have; it was saved by another kind of optimizer: load it there, or start from the weights alone"
+        )
+
+
+def _units(group: dict[str, Any]) -> str:
+    return group.get("moment_units", "gradient")
+
+
+def _saved_storage(
+    moment: str, saved: dict[str, Any], saved_group: dict[str, Any], p: Tensor, wanted: Format
+) -> Storage | None:
+    """The stored form of one moment in a saved state, or None if it is not there."""
+    plain = saved.get(moment)
+    if isinstance(plain, Tensor):
+        if plain.shape != p.shape:
+            raise ValueError(f"{moment} has shape {tuple(plain.shape)}, its parameter {tuple(p.shape)}")
+        fmt = parse("bf16") if plain.dtype == torch.bfloat16 else parse("fp32")
+        return Storage(fmt, tuple(p.shape), {"values": plain.to(torch.bfloat16 if fmt.bits == 16 else torch.float32)})
+    mine = [key for key in saved if key.startswith(f"{moment}.") and not key.endswith(COUNTERS)]
+    named = {key.removeprefix(f"{moment}."): saved[key] for key in mine}
+    if not named:
+        return None
+    fmt = parse(saved_group.get(moment, wanted))
+    specs = tensor_specs(fmt, p.shape)
+    found = {part: (tuple(t.shape), t.dtype) for part, t in named.items()}
+    if found != specs:
+        raise ValueError(
+            f"{moment} was saved as {found}, but format '{fmt}' of a parameter of shape {tuple(p.shape)} stores "
+            f"{specs}; the checkpoint belongs to another model or is damaged"
+        )
+    return Storage(fmt, tuple(p.shape), named)
+
+
+def _denominator(optimizer: LowBitOptimizer, second: Tensor, group: dict[str, Any], step: int) -> Tensor:
+    scalars = optimizer.rule(group).scalars(group, max(step, 1), max(step, 1))
+    return exact_sqrt(second) * scalars.bias2 + scalars.eps
+
+
+def _decoded(
+    optimizer: LowBitOptimizer,
+    moment: str,
+    found: Storage,
+    saved: dict[str, Any],
+    sealed: _Sealed,
+    group: dict[str, Any],
+    p: Tensor,
+) -> Tensor:
+    """The moment's values, converted between gradient units and update units if the two sides differ."""
+    values = found.decode()
+    if moment != optimizer.first_name or _units(sealed.saved_group) == _units(group):
+        return values
+    assert optimizer.second_name is not None
+    wanted = optimizer.state_formats(p, group)[optimizer.second_name]
+    second = _saved_storage(optimizer.second_name, saved, sealed.saved_group, p, wanted)
+    assert second is not None
+    d = _denominator(optimizer, second.decode(), group, resets.local_step(saved, optimizer.second_name))
+    return values / d if _units(group) == "update" else values * d
+
+
+def export_to_torch(optimizer: LowBitOptimizer) -> dict[str, Any]:
+    """A state dict that the optimizer's torch.optim twin loads."""
+    twin: Any = optimizer.torch_twin
+    if twin is None:
+        raise ValueError(
+            f"{type(optimizer).__name__} has no counterpart in torch.optim that could load its state; save state_dict()"
+        )
+    template = twin([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    index = 0
+    for group in optimizer.param_groups:
+        options = {k: group.get(k, v) for k, v in template.items() if k != "params"}
+        indices = []
+        for p in group["params"]:
+            if optimizer.state.get(p):
+                state[index] = _exported(optimizer, group, p)
+            indices.append(index)
+            index += 1
+        groups.append({**options, "params": indices})
+        if "param_names" in group:
+            groups[-1]["param_names"] = list(group["param_names"])
+    return {"state": state, "param_groups": groups}
+
+
+def _exported(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
+    storages = optimizer.state_storage(p, group)
+    step = optimizer.state[p]["step"]
+    out: dict[str, Any] = {"step": step.clone()}
+    if "betas" in group:  # torch's Adam keeps a first moment also where beta1 = 0 makes it the gradient
+        out["exp_avg"] = torch.zeros(p.shape)
+    for moment, storage in storages.items():
+        values = torch.zeros(p.shape) if storage.format.kind == "none" else storage.decode().clone()
+        if moment == optimizer.first_name and _units(group) == "update" and storage.format.kind != "none":
+            assert optimizer.second_name is not None
+            age = resets.local_step(optimizer.state[p], optimizer.second_name)
+            values = values * _denominator(optimizer, storages[optimizer.second_name].decode(), group, age)
+        # torch counts all steps, a reset moment only those since: the same estimate under torch's count.
+        age = resets.local_step(optimizer.state[p], moment)
+        out[moment] = values * resets.recounted(optimizer, group, moment, age, int(step))
+    return out

@@ -1,0 +1,209 @@
+"""Where a shard of a parameter lies in the whole, and its optimizer state as DTensors.
+
+Contract:
+    * A parameter is sharded along dimension 0 over one dimension of the mesh and replicated over the others. Other
+      placements (tensor parallelism) are refused.
+    * Formats are decided from the whole shape. The stored tensors of a state are DTensors with the parameter's
+      placements, because each has the parameter's slices as its dimension 0: a distributed checkpoint can then cut them
+      anew for any number of ranks. Only the column means of a matrix that ranks share are replicated.
+    * A vector is one row, so a shard of it is a run of columns: its random bits are those of its global columns. Blocks
+      of 128 would cross ranks, hence vectors keep plain states (which is the default).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from masterless.formats import Format
+from masterless.formats.layout import Layout
+from masterless.formats.storage import Storage, tensor_specs
+from masterless.optim import state_dict as checkpoint
+from masterless.sharding.agreement import Across
+from masterless.tensor.quantized import local_of
+
+if TYPE_CHECKING:
+    from masterless.optim.base import LowBitOptimizer
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process's shard lies in the whole parameter.
+
+    Attributes:
+        shape: of the whole.
+        start: first slice of the shard.
+        slices: slices in the shard.
+        mesh: the device mesh of the parameter.
+        dim: the dimension of the mesh that shards it; None if every rank has the whole.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    slices: int
+    mesh: DeviceMesh
+    dim: int | None
+
+    @classmethod
+    def of(cls, p: Tensor) -> Place:
+        """The place of a parameter's local shard; the parameter must be a DTensor."""
+        assert isinstance(p, DTensor)
+        sharded = [i for i, placement in enumerate(p.placements) if not isinstance(placement, Replicate)]
+        if len(sharded) > 1 or any(p.placements[i] != Shard(0) for i in sharded):
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} has placements {p.placements}: low-bit states follow a "
+                f"parameter sharded along dimension 0 of one mesh dimension (FSDP2, HSDP); blocks would be cut in two "
+                f"otherwise. Shard with fully_shard alone"
+            )
+        local, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+        whole = (1,) if not p.shape else tuple(p.shape)
+        start = offset[0] if offset and local and local[0] else whole[0]
+        return cls(tuple(p.shape), start, local[0] if local else 1, p.device_mesh, sharded[0] if sharded else None)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the parameter; None if this one has all of it."""
+        if self.dim is None or self.mesh.size(self.dim) == 1:
+            return None
+        return self.mesh.get_group(self.dim)
+
+    @property
+    def vector(self) -> bool:
+        """Whether the shard is a run of columns of the only row."""
+        return len(self.shape) < 2
+
+    @property
+    def splits_matrix(self) -> bool:
+        """Whether ranks share the rows of one matrix (not so in a stack of experts, which is cut between matrices)."""
+        layout = Layout.of(self.shape)
+        return not self.vector and layout.rows == layout.slices == layout.matrix_rows
+
+    def shared(self, part: str) -> bool:
+        """Whether every rank holds all of a stored tensor."""
+        return part == "col" and self.splits_matrix
+
+    def task_fields(self) -> dict[str, Any]:
+        """What a `reference.Task` must know of its shard."""
+        across = Across(self.group, self.shape, self.splits_matrix) if self.dim is not None else None
+        if self.vector:
+            return {"first_col": self.start if self.dim is not None else None, "across": across}
+        return {"first_row": self.start * Layout.of(self.shape).rows_per_slice, "across": across}
+
+    def wrap(self, local: Tensor, part: str, size: tuple[int, ...]) -> DTensor:
+        """A local stored tensor as the DTensor of the whole of `size`."""
+        placements: list[Any] = [Replicate()] * self.mesh.ndim
+        if self.dim is not None and not self.shared(part):
+            placements[self.dim] = Shard(0)
+            local = local.reshape(self.slices, *size[1:])
+        stride = torch.empty(size, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=torch.Size(size), stride=stride)
+
+    def cut(self, value: Tensor, part: str) -> Tensor:
+        """This rank's part of a stored tensor that arrives whole, or as a DTensor that is cut like the parameter."""
+        if isinstance(value, DTensor):
+            return value._local_tensor
+        if value.dim() == 0 or self.dim is None or self.shared(part):
+            return value
+        return value[self.start : self.start + self.slices]
+
+
+def check(p: Tensor, group: dict[str, Any], formats: dict[str, Format]) -> None:
+    """Raises a ValueError for a sharded parameter that the optimizer cannot step."""
+    place = Place.of(p)
+    if place.dim is None:
+        return
+    for name, fmt in formats.items():
+        if place.vector and fmt.scaled:
+            raise ValueError(
+                f"{name}='{fmt}' for a sharded vector of shape {place.shape}: its blocks would be cut between ranks; "
+                f"pass quantize='matrices' for this group, which keeps vectors in fp32"
+            )
+    if isinstance(group["reset"], str) and group["reset"].startswith("adaptive"):
+        raise ValueError(
+            f"reset={group['reset']!r} with sharded parameters: each rank would measure the stalls of its own shard, "
+            f"and ranks would reset at different steps; pass 'auto' or a number of steps"
+        )
+
+
+def state_storage(p: Tensor, state: dict[str, Any], formats: dict[str, Format]) -> dict[str, Storage]:
+    """The storages of a sharded parameter's states: local tensors of the DTensors in `state`, allocated if need be."""
+    place, local = Place.of(p), tuple(local_of(p).shape)
+    storages = {}
+    for name, fmt in formats.items():
+        whole = tensor_specs(fmt, place.shape)
+        keys = {part: checkpoint.state_key(name, part) for part in whole}
+        if any(key not in state for key in keys.values()):
+            fresh = _zeros(fmt, place, local, p.device)
+            state.update({keys[part]: place.wrap(t, part, whole[part][0]) for part, t in fresh.items()})
+        mine = tensor_specs(fmt, local)
+        storages[name] = Storage(
+            fmt,
+            local,
+            {
+                part: local_of(state[key]) if place.shared(part) else local_of(state[key]).view(mine[part][0])
+                for part, key in keys.items()
+            },
+        )
+    return storages
+
+
+def _zeros(fmt: Format, place: Place, local: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+    tensors = Storage.zeros(fmt, local, device).tensors
+    for part in tensors:
+        if place.shared(part):
+            size, dtype = tensor_specs(fmt, place.shape)[part]
+            tensors[part] = torch.zeros(size, dtype=dtype, device=device)
+    return tensors
+
+
+def adopt(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str, sealed: Any) -> dict[str, Any]:
+    """A loaded state, whole or sharded, as this rank's part of it, in this optimizer's formats."""
+    place, formats = Place.of(p), optimizer.state_formats(p, group)
+    whole = {
+        checkpoint.state_key(moment, part): (part, size)
+        for moment, fmt in formats.items()
+        for part, (size, _) in tensor_specs(fmt, place.shape).items()
+    }
+    saved = {
+        key: place.cut(value, key.rpartition(".")[2]) if isinstance(value, Tensor) else value
+        for key, value in sealed.state.items()
+    }
+    if place.splits_matrix:
+        _refuse_to_factor(name, whole, saved)
+    if place.slices:
+        adopted = checkpoint._adopt(optimizer, group, local_of(p), name, checkpoint._Sealed(saved, sealed.saved_group))
+        return {key: place.wrap(value, *whole[key]) if key in whole else value for key, value in adopted.items()}
+    # Nothing to convert, but counters and shared tensors are everybody's.
+    counters = {key: value for key, value in saved.items() if not isinstance(value, Tensor) or value.dim() == 0}
+    state: dict[str, Any] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()}
+    state_storage(p, state, formats)
+    for key, (part, size) in whole.items():
+        if place.shared(part) and key in saved:
+            state[key] = place.wrap(saved[key].clone(), part, size)
+    return state
+
+
+def _refuse_to_factor(name: str, whole: dict[str, Any], saved: dict[str, Any]) -> None:
+    missing = [key for key, (part, _) in whole.items() if part in ("row", "col") and key not in saved]
+    if missing:
+        raise ValueError(
+            f"the state of {name} was saved without {missing}: row and column means are of the whole matrix, which no "
+            f"rank has; load the checkpoint into this optimizer in one process, save it again, and load that one"
+        )
+
+
+def local_bytes(*tensors: Tensor) -> int:
+    """Bytes that this process holds of some tensors, sharded or not, quantized or not."""
+    total = 0
+    for tensor in map(local_of, tensors):
+        stored = getattr(tensor, "stored", None)
+        total += stored.nbytes if stored is not None else math.prod(tensor.shape) * tensor.itemsize
+    return total

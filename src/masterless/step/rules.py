@@ -1,0 +1,273 @@
+"""Update mathematics: one short pure function a rule, in the papers' symbols.
+
+Contract:
+    * A rule maps fp32 tiles to fp32 tiles: gradient, weight and the two moments as decoded, to the new moments,
+      a direction and a denominator. The step itself is the same for all rules and lives in `reference`::
+
+          W~ = decay * W - step_size * (direction / denominator)
+
+    * Only add, subtract, multiply, divide and the correctly rounded square root, one operation at a time and in
+      the order written: the compiled kernel repeats it to the bit. Every scalar is computed once, in
+      double precision, by the rule's `scalars` function and rounded to fp32 where it meets a tile.
+    * A first moment of None means that it is not stored: the gradient stands in its place.
+    * The second moment arrives as a function of this step's innovation (``g * g`` for most rules), because
+      a factored one is not updated tile by tile.
+    * `inject` is the factor of error compensation: adding ``inject * denominator * e`` to the stored first
+      moment makes the coming steps give back exactly what rounding took (`docs/error-compensation.md`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from masterless.formats.codec import exact_sqrt
+
+SecondMoment = Callable[[Tensor], Tensor]
+
+
+class Scalars(NamedTuple):
+    """The numbers of one step of one parameter. What a rule does not use is left at its default."""
+
+    step_size: float = 0.0  # W~ = decay * W - step_size * direction / denominator
+    decay: float = 1.0  # decoupled weight decay: 1 - lr * weight_decay
+    l2: float = 0.0  # coupled weight decay, added to the gradient
+    keep1: float = 0.0  # beta1 (or momentum): what is kept of the first moment
+    rate1: float = 1.0  # what of the gradient enters it
+    keep2: float = 0.0  # beta2 (alpha)
+    rate2: float = 1.0
+    bias2: float = 1.0  # 1 / sqrt(1 - beta2^t)
+    eps: float = 0.0
+    clip: float = 1.0  # Adafactor: what update clipping leaves of the update
+    inject: float = 0.0  # error compensation: m <- m + inject * denominator * e
+
+
+class Update(NamedTuple):
+    """What a rule returns: the new moments and the step ``direction / denominator`` (None: 1)."""
+
+    first: Tensor | None
+    second: Tensor | None
+    direction: Tensor
+    denominator: Tensor | None
+
+
+def _ema(m: Tensor | None, g: Tensor, c: Scalars) -> Tensor:
+    return g if m is None else m + (g - m) * c.rate1
+
+
+def adam(g: Tensor, m: Tensor | None, second_moment: SecondMoment, c: Scalars) -> Update:
+    """Adam: ``m <- m + (1-b1)(g - m); v <- b2 v + (1-b2) g^2; step m / (sqrt(v / (1-b2^t)) + eps)``."""
+    m = _ema(m, g, c)
+    v = second_moment(g * g)
+    return Update(m, v, m, exact_sqrt(v) * c.bias2 + c.eps)
+
+
+def adam_update_units(g: Tensor, u: Tensor | None, second_moment: SecondMoment, c: Scalars) -> Update:
+    """Adam with its momentum in units of the update (LaProp): ``u <- u + (1-b1)(g/d - u); step u``.
+
+    All coordinates of a block then have the same scale, which is what a coarse code wants.
+    """
+    v = second_moment(g * g)
+    u = _ema(u, g / (exact_sqrt(v) * c.bias2 + c.eps), c)
+    return Update(u, v, u, None)
+
+
+def adabelief(g: Tensor, m: Tensor | None, second_moment: SecondMoment, c: Scalars) -> Update:
+    """AdaBelief: as Adam, with ``s <- b2 s + (1-b2)(g - m)^2``; eps also under the root, not in the state."""
+    m = _ema(m, g, c)
+    surprise = g - m
+    s = second_moment(surprise * surprise)
+    return Update(m, s, m, exact_sqrt(s + c.eps) * c.bias2 + c.eps)
+
+
+def rmsprop(g: Tensor, buf: Tensor | None, second_moment: SecondMoment, c: Scalars) -> Update:
+    """RMSprop: ``v <- a v + (1-a) g^2; buf <- mu buf + g / (sqrt(v) + eps); step buf``."""
+    v = second_moment(g * g)
+    d = exact_sqrt(v) + c.eps
+    if buf is None:
+        return Update(None, v, g, d)
+    buf = buf * c.keep1 + g / d
+    return Update(buf, v, buf, None)
+
+
+def sgd(g: Tensor, buf: Tensor | None, second_moment: SecondMoment, c: Scalars) -> Update:
+    """SGD with momentum, torch's form: ``buf <- mu buf + (1-dampening) g; step buf``."""
+    if buf is None:
+        return Update(None, None, g, None)
+    buf = buf * c.keep1 + g * c.rate1
+    return Update(buf, None, buf, None)
+
+
+def sgd_nesterov(g: Tensor, buf: Tensor | None, second_moment: SecondMoment, c: Scalars) -> Update:
+    """SGD with Nesterov momentum: ``buf <- mu buf + g; step g + mu buf``."""
+    if buf is None:
+        return Update(None, None, g, None)
+    buf = buf * c.keep1 + g * c.rate1
+    return Update(buf, None, g + buf * c.keep1, None)
+
+
+def lion(g: Tensor, m: Tensor | None, second_moment: SecondMoment, c: Scalars) -> Update:
+    """Lion: ``step sign(b1 m + (1-b1) g); m <- m + (1-b2)(g - m)``."""
+    if m is None:
+        return Update(None, None, g.sign(), None)
+    direction = (m + (g - m) * c.rate1).sign()
+    return Update(m + (g - m) * c.rate2, None, direction, None)
+
+
+def adafactor(g: Tensor, m: Tensor | None, second_moment: SecondMoment, c: Scalars) -> Update:
+    """Adafactor: ``u = g / max(sqrt(v), eps1)``; step size and clipping come with the scalars (`reference`).
+
+    With a first moment it is of the clipped updates, as in the paper: ``m <- m + (1-b1)(u - m)``.
+    """
+    v = second_moment(g * g)
+    d = exact_sqrt(v).clamp(min=c.eps)
+    if m is None:
+        return Update(None, v, g, d)
+    m = _ema(m, (g / d) * c.clip, c)
+    return Update(m, v, m, None)
+
+
+# --- scalars: hyperparameters and local step counters to the numbers of one step --------------------------
+
+
+def _inverse_step(factor: float, step_size: float) -> float:
+    """``factor / step_size``; where nothing moves (lr = 0) nothing was lost, so nothing is injected."""
+    return factor / step_size if step_size != 0.0 else 0.0
+
+
+def _lost_share(persistence: float) -> float:
+    """``1 - 1/b``: what the buffer must gain so that its geometric tail returns one unit of error."""
+    return 1.0 - 1.0 / persistence if persistence > 0.0 else 0.0
+
+
+def check_next_lr(value: Any) -> None:
+    """Raises a ValueError for a `next_lr` that no step can have."""
+    if value is not None and not 0.0 <= float(value) < math.inf:
+        raise ValueError(
+            f"next_lr={value!r}: error compensation divides by the next step's learning rate, which must be finite and "
+            f"not negative; pass it, or None to aim at the present one"
+        )
+
+
+def _aimed_lr(group: Mapping[str, Any]) -> float:
+    """The learning rate that error compensation aims at: the next step's where it is known, else the present one."""
+    return float(group["lr"] if group["next_lr"] is None else group["next_lr"])
+
+
+def adam_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
+    """Scalars of Adam, AdamW and AdaBelief after `t1` (`t2`) updates of the first (second) moment."""
+    lr, wd = float(group["lr"]), group["weight_decay"]
+    beta1, beta2 = group["betas"]
+    bias1 = 1.0 - beta1**t1
+    return Scalars(
+        step_size=lr / bias1,
+        decay=1.0 - lr * wd if group["decoupled_weight_decay"] else 1.0,
+        l2=0.0 if group["decoupled_weight_decay"] else wd,
+        keep1=beta1,
+        rate1=1.0 - beta1,
+        keep2=beta2,
+        rate2=1.0 - beta2,
+        bias2=1.0 / math.sqrt(1.0 - beta2**t2),
+        eps=group["eps"],
+        inject=_inverse_step(_lost_share(beta1), _aimed_lr(group) / bias1),
+    )
+
+
+def rmsprop_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
+    """Scalars of RMSprop."""
+    lr, mu, alpha = float(group["lr"]), group["momentum"], group["alpha"]
+    return Scalars(
+        step_size=lr,
+        l2=group["weight_decay"],
+        keep1=mu,
+        keep2=alpha,
+        rate2=1.0 - alpha,
+        eps=group["eps"],
+        inject=_inverse_step(_lost_share(mu), _aimed_lr(group)),
+    )
+
+
+def sgd_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
+    """Scalars of SGD; like torch's, the first step ignores dampening."""
+    lr, mu = float(group["lr"]), group["momentum"]
+    # Nesterov reads the buffer through one more factor of mu, so the residue is stored larger by 1/mu.
+    share = _lost_share(mu) / mu if group["nesterov"] else _lost_share(mu)
+    return Scalars(
+        step_size=lr,
+        l2=group["weight_decay"],
+        keep1=mu,
+        rate1=1.0 if t1 == 1 else 1.0 - group["dampening"],
+        inject=_inverse_step(share, _aimed_lr(group)),
+    )
+
+
+def lion_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
+    """Scalars of Lion; beta2 is the decay of its only buffer."""
+    lr = float(group["lr"])
+    beta1, beta2 = group["betas"]
+    return Scalars(
+        step_size=lr,
+        decay=1.0 - lr * group["weight_decay"],
+        rate1=1.0 - beta1,
+        rate2=1.0 - beta2,
+    )
+
+
+def adafactor_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
+    """Scalars of Adafactor before the parameter's own statistics are known (`finish_adafactor`)."""
+    lr = float(group["lr"])
+    rate2 = float(t2) ** group["beta2_decay"]
+    step_size = min(lr, 1.0 / math.sqrt(t2))
+    next_size = min(_aimed_lr(group), 1.0 / math.sqrt(t2))
+    return Scalars(
+        step_size=step_size,
+        decay=1.0 - lr * group["weight_decay"],
+        keep1=group["beta1"],
+        rate1=1.0 - group["beta1"],
+        keep2=1.0 - rate2,
+        rate2=rate2,
+        eps=group["eps"][0],
+        inject=_inverse_step(_lost_share(group["beta1"]) * step_size, next_size),  # over the step size: see below
+    )
+
+
+def finish_adafactor(c: Scalars, group: Mapping[str, Any], rms_weight: float, rms_update: float) -> Scalars:
+    """Adafactor's step is relative to the weight's RMS, and an update whose RMS exceeds `d` is scaled down."""
+    alpha = max(group["eps"][1], rms_weight) * c.step_size
+    clip = 1.0 / max(1.0, rms_update / group["d"])
+    without_buffer = group["beta1"] == 0.0
+    return c._replace(
+        step_size=alpha * clip if without_buffer else alpha,
+        clip=clip,
+        inject=_inverse_step(c.inject, alpha),
+    )
+
+
+class Rule(NamedTuple):
+    """A rule as data: its mathematics, the names of its states, and whether its step has a size to invert."""
+
+    name: str
+    update: Callable[[Tensor, Tensor | None, SecondMoment, Scalars], Update]
+    scalars: Callable[[Mapping[str, Any], int, int], Scalars]
+    first: str | None
+    second: str | None
+    compensable: bool = True
+
+
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule("adam", adam, adam_scalars, "exp_avg", "exp_avg_sq"),
+        Rule("adam_update_units", adam_update_units, adam_scalars, "exp_avg", "exp_avg_sq"),
+        Rule("adabelief", adabelief, adam_scalars, "exp_avg", "exp_avg_var"),
+        Rule("rmsprop", rmsprop, rmsprop_scalars, "momentum_buffer", "square_avg"),
+        Rule("sgd", sgd, sgd_scalars, "momentum_buffer", None),
+        Rule("sgd_nesterov", sgd_nesterov, sgd_scalars, "momentum_buffer", None),
+        # A sign has no size: no addition to the buffer makes the coming signs return a given error.
+        Rule("lion", lion, lion_scalars, "exp_avg", None, compensable=False),
+        Rule("adafactor", adafactor, adafactor_scalars, "exp_avg", "exp_avg_sq"),
+    )
+}

@@ -1,0 +1,296 @@
+"""How a stored tensor takes part in a computation: decoded for the call, and decoded again for its gradient.
+
+Contract:
+    * Matrix products, convolutions, embeddings and einsum decode their weights for the call. Autograd would keep the
+      dense copies for the backward pass: it keeps the stored tensors instead and decodes them again.
+    * The same holds for products with a transposed view (`w.T`, `w.mT`, `w.transpose(...)`, `w.permute(...)`): it is
+      a stored tensor, too. In everything else such a view is what it would be of a dense weight.
+    * A weight that is changed between the two passes is an error, as it is for a dense one.
+    * Any other operation sees a dense copy; one that would write to it is refused, because the copy is not the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from masterless import formats
+from masterless.formats import Format
+from masterless.formats.storage import Storage
+from masterless.step import dispatch as ops
+
+aten = torch.ops.aten
+
+
+class StoredTensor(Tensor):
+    """A tensor that exists as codes and scales and is dense only while something computes with it."""
+
+    stored: Storage
+
+    @property
+    def format(self) -> Format:
+        """How the numbers are stored."""
+        return self.stored.format
+
+    @property
+    def changes(self) -> tuple[int, int]:
+        """How often the numbers have changed: what the backward pass compares with the forward pass.
+
+        Kernels and copies count on the codes. A slice has codes of its own, but shares autograd's count with the whole.
+        """
+        return self.stored.tensors["codes"]._version, self._version
+
+    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+        """A dense copy of what the forward pass sees, of which autograd knows nothing."""
+        return ops.dequantize(self.stored, dtype or self.dtype).view(self.shape)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """A dense copy of what the forward pass sees, differentiable."""
+        return _Dequantize.apply(self, dtype or self.dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return [f"_{name}" for name in self.stored.tensors], (str(self.format), self.stored.shape, self.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        # The inner tensors by the names that `__tensor_flatten__` gives; only reached when nothing else matches.
+        storage = self.__dict__.get("stored")
+        if storage is not None and name.startswith("_") and name[1:] in storage.tensors:
+            return storage.tensors[name[1:]]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OVERWRITES and isinstance(args[0], StoredTensor):
+            refuse_in_place(func.__name__ if func is Tensor.__setitem__ else "assigning to .data", args[0])
+        if func in _DECODING and not torch.compiler.is_compiling():
+            return _call_decoded(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():  # the stock version would make dense results quantized again
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return call_dense(func, args, kwargs or {})
+
+
+def restored(inner: dict[str, Tensor], meta: Any) -> Storage:
+    """The storage that `__tensor_flatten__` took apart."""
+    format, shape = meta[:2]
+    return Storage(formats.parse(format), shape, {name.removeprefix("_"): t for name, t in inner.items()})
+
+
+# --- products: dense for the call -------------------------------------------------------------------------
+
+
+class _Dequantize(torch.autograd.Function):
+    """Decodes for the forward pass; the gradient of the dense tensor is the gradient of the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, q: StoredTensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        ctx.dtype = q.dtype
+        return q.decode(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad.to(ctx.dtype), None
+
+
+class _Recipe:
+    """What autograd keeps in place of a dense weight: how to decode it again, as the same view."""
+
+    def __init__(self, q: StoredTensor, dense: Tensor, saved: Tensor) -> None:
+        self.q, self.dtype = q, dense.dtype
+        self.view = (saved.size(), saved.stride(), saved.storage_offset())
+        self.version = q.changes
+
+    def decode(self) -> Tensor:
+        if self.q.changes != self.version:
+            raise RuntimeError(
+                f"a quantized parameter of shape {tuple(self.q.shape)} was changed between the forward and the "
+                f"backward pass that needs it; step the optimizer after backward()"
+            )
+        return self.q.decode(self.dtype).as_strided(*self.view)
+
+
+class _Kept:
+    """A saved tensor that is no weight, as autograd would keep it: whoever changes it before backward is told."""
+
+    def __init__(self, saved: Tensor) -> None:
+        self.saved, self.version = saved, saved._version
+
+    def unpack(self) -> Tensor:
+        if self.saved._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.saved.shape)} that was used with a quantized parameter was changed in "
+                f"place before the backward pass that needs it; change a copy, or change it after backward()"
+            )
+        return self.saved
+
+
+# Hooks around the whole call, if any: activation checkpointing and offloading. Only the innermost are called by
+# autograd, so ours pass on what is not a weight. Without this (private) function they would see none of it.
+_outer_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
+
+
+def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls `func` with dense weights that autograd does not keep."""
+    dense_of: dict[int, tuple[StoredTensor, Tensor]] = {}
+    decoded: dict[int, Tensor] = {}
+    outer = _outer_hooks(False)
+
+    def decode(q: StoredTensor) -> Tensor:
+        if id(q) not in decoded:
+            device = q.device.type
+            available = func in _AUTOCAST and torch.amp.is_autocast_available(device)  # not on the meta device
+            cast = available and torch.is_autocast_enabled(device)
+            dtype = torch.get_autocast_dtype(device) if cast else q.dtype
+            decoded[id(q)] = _Dequantize.apply(q.detach() if not torch.is_grad_enabled() else q, dtype)
+            dense_of[decoded[id(q)].untyped_storage().data_ptr()] = (q, decoded[id(q)])
+        return decoded[id(q)]
+
+    def pack(saved: Tensor) -> Any:
+        found = dense_of.get(saved.untyped_storage().data_ptr()) if type(saved) is Tensor else None
+        if found is not None and saved.numel():
+            return _Recipe(*found, saved)
+        return _Kept(saved) if outer is None else outer[0](saved)
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, _Recipe):
+            return packed.decode()
+        return packed.unpack() if outer is None else outer[1](packed)
+
+    with torch._C.DisableTorchFunctionSubclass():
+        dense_args, dense_kwargs = tree_map_only(StoredTensor, decode, (args, kwargs))
+        if not torch.is_grad_enabled():
+            return func(*dense_args, **dense_kwargs)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                return func(*dense_args, **dense_kwargs)
+        finally:  # autograd holds on to the hooks until the backward pass: they must not hold on to the weights
+            dense_of.clear()
+            decoded.clear()
+
+
+# Under autocast these compute in its dtype, so the weight is decoded straight to it.
+_AUTOCAST: set[Any] = {
+    F.linear,
+    F.multi_head_attention_forward,
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+    F.conv_transpose1d,
+    F.conv_transpose2d,
+    F.conv_transpose3d,
+    torch.einsum,
+    *(getattr(owner, name) for owner in (torch, Tensor) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm")),
+    Tensor.__matmul__,
+    Tensor.__rmatmul__,
+}
+
+_DECODING = _AUTOCAST | {F.bilinear, F.embedding, F.embedding_bag, torch.tensordot, torch.mv, Tensor.mv}
+
+
+# --- transposed views -------------------------------------------------------------------------------------
+
+
+class TransposedView(StoredTensor):
+    """A stored tensor with its dimensions in another order; it shares the stored numbers."""
+
+    order: tuple[int, ...]
+
+    @staticmethod
+    def __new__(cls, stored: Storage, dtype: torch.dtype, order: Sequence[int]) -> TransposedView:
+        """Wraps a storage; dimension i of the view is dimension ``order[i]`` of what is stored."""
+        dense = torch.empty(stored.shape, device="meta").permute(*order)
+        view = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, dense.shape, strides=dense.stride(), dtype=dtype, device=stored.tensors["codes"].device
+        )
+        view.stored, view.order = stored, tuple(order)
+        return view
+
+    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+        """A dense copy of what the forward pass sees, with the strides of a transposed tensor."""
+        return ops.dequantize(self.stored, dtype or self.dtype).view(self.stored.shape).permute(self.order)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names, meta = super().__tensor_flatten__()
+        return names, (*meta, self.order)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> TransposedView:
+        """Rebuilds from inner tensors."""
+        return TransposedView(restored(inner, meta), *meta[2:])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NEED_DENSE:
+            return func(args[0].dequantize(), *args[1:], **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in TRANSPOSITIONS or func in (aten.detach.default, aten.alias.default):
+            return transposed(func, *args)
+        return call_dense(func, args, kwargs or {})
+
+
+def _swapped(order: Sequence[int], a: int, b: int) -> list[int]:
+    swapped = list(order)
+    swapped[a], swapped[b] = order[b], order[a]
+    return swapped
+
+
+# What each does to the order of dimensions.
+TRANSPOSITIONS: dict[Any, Callable[..., Sequence[int]]] = {
+    aten.t.default: lambda order: order[::-1],
+    aten.transpose.int: _swapped,
+    aten.permute.default: lambda order, dims: [order[d] for d in dims],
+}
+
+# What a tensor subclass without memory of its own cannot do, and the dense tensor that stands behind a view can.
+_NEED_DENSE: set[Any] = {
+    *(Tensor.__repr__, Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.__array__),
+    *(Tensor.numpy, Tensor.tolist),
+}
+
+
+def transposed(func: Any, q: StoredTensor, *args: Any) -> TransposedView:
+    """The result of an operation that reorders the dimensions of a stored tensor, or of none of them."""
+    order = q.order if isinstance(q, TransposedView) else tuple(range(q.dim()))
+    return TransposedView(q.stored, q.dtype, TRANSPOSITIONS[func](order, *args) if func in TRANSPOSITIONS else order)
+
+
+# --- everything else: a dense copy -----------------------------------------------------------------------
+
+
+def call_dense(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls an operation of torch on dense copies; refuses one that would write to them."""
+    _check_in_place(func, args, kwargs)
+    dense_args, dense_kwargs = tree_map_only(StoredTensor, lambda q: q.decode(), (args, kwargs))
+    return func(*dense_args, **dense_kwargs)
+
+
+# What never reaches `__torch_dispatch__` as a write to the parameter: both would be lost without a word.
+_OVERWRITES = {Tensor.__setitem__, Tensor.data.__set__}  # type: ignore[attr-defined]
+
+
+def _check_in_place(func: Any, args: Any, kwargs: Any) -> None:
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)  # `out=` comes by name
+            for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(tensor, StoredTensor):
+                    refuse_in_place(func, tensor)
+
+
+def refuse_in_place(what: Any, q: StoredTensor) -> NoReturn:
+    """Raises the error for an operation that would write to a stored tensor."""
+    raise RuntimeError(
+        f"{what} would change a parameter stored as '{q.format}' in place, and rounding would silently lose most of "
+        f"it. Update it with an optimizer of masterless, overwrite it with copy_(), or decode the model with "
+        f"masterless.dequantize_(model)"
+    )

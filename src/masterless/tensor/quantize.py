@@ -1,0 +1,266 @@
+"""From a dense model to one whose matrices are stored quantized, and back.
+
+Contract:
+    * What is quantized is decided by explicit rules and full shapes, and reported parameter by parameter with the
+      reason. By default: the weights of linear layers and stacks of expert matrices, but not embeddings, norms,
+      biases, routers or the output head.
+    * A weight is stored in the layout it has. Hugging Face's `Conv1D` (GPT-2) is a linear layer with its weight as
+      ``[in, out]``: a row, and so a scale, belongs to one input and runs along the outputs.
+    * A parameter shared by several modules is quantized once and stays shared.
+    * `quantize_` replaces parameters: build the optimizer afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import takewhile
+
+import torch
+from torch import Tensor, nn
+
+from masterless.formats import Format
+from masterless.formats.layout import is_matrix_like
+from masterless.tensor.quantized import QuantizedTensor, as_weight
+
+Selector = str | type[nn.Module]
+
+_HEADS = {"head", "lm_head", "classifier", "score", "embed_out", "unembed"}
+_ROUTERS = {"router", "gate"}
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was done with one parameter, and why."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: str | None
+    reason: str
+    dense_bytes: int
+    stored_bytes: int
+
+
+@dataclass
+class QuantizationReport:
+    """What `quantize_` did: parameter by parameter, and in bytes."""
+
+    decisions: list[Decision] = field(default_factory=list)
+
+    @property
+    def quantized(self) -> list[Decision]:
+        """The parameters that are now stored quantized."""
+        return [d for d in self.decisions if d.format]
+
+    @property
+    def left(self) -> list[Decision]:
+        """The parameters that were left as they were."""
+        return [d for d in self.decisions if not d.format]
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of all parameters before."""
+        return sum(d.dense_bytes for d in self.decisions)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all parameters after."""
+        return sum(d.stored_bytes for d in self.decisions)
+
+    def __str__(self) -> str:
+        width = max((len(d.name) for d in self.decisions), default=4)
+        lines = [
+            f"{d.name:{width}}  {'x'.join(map(str, d.shape)) or 'scalar':>16}  {d.format or 'left':10}  {d.reason}"
+            for d in self.decisions
+        ]
+        total = (
+            f"{len(self.quantized)} of {len(self.decisions)} parameters quantized: "
+            f"{self.dense_bytes:,} -> {self.stored_bytes:,} bytes"
+        )
+        return "\n".join([*lines, total])
+
+
+def quantize_(
+    model: nn.Module,
+    format: str | Format = "int4",
+    *,
+    include: Sequence[Selector] = (),
+    exclude: Sequence[Selector] = (),
+    rules: Mapping[str, str | Format | None] | None = None,
+) -> QuantizationReport:
+    """Stores a model's matrices quantized, in place.
+
+    Args:
+        model: any module.
+        format: of the quantized parameters: "int4", "int8", "fp8", "int4+4", "int4:row", ... (`parse_format`).
+        include: also quantize these, though the default would not: patterns of parameter names (``"*.embed.*"``)
+            or module types (``nn.Conv2d``).
+        exclude: leave these alone; wins over `include`.
+        rules: an explicit map from patterns of parameter names to formats (None: leave alone); the first pattern that
+            matches decides, before everything else.
+
+    Returns:
+        A report of what was quantized, what was left and why, and the bytes. ``print`` it.
+
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    >>> report = quantize_(model, "int8")
+    >>> [d.name for d in report.quantized]
+    ['0.weight', '2.weight']
+    """
+    default = as_weight(format)
+    explicit = [(pattern, None if f is None else as_weight(f)) for pattern, f in (rules or {}).items()]
+    _check_selectors(model, {"include": include, "exclude": exclude, "rules": list(rules or {})})
+    head = _output_head(model)
+    report = QuantizationReport()
+    done: dict[int, Tensor] = {}
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    for name, module, key, p in _owned_parameters(model):
+        if id(p) in done:
+            module._parameters[key] = done[id(p)]  # type: ignore[assignment]
+            continue
+        matched = next((f for pattern, f in explicit if fnmatchcase(name, pattern)), ...)
+        if matched is not ...:
+            chosen, reason = matched, "rule" if matched else "rule: left alone"
+        elif _selected(name, module, exclude):
+            chosen, reason = None, "excluded"
+        elif _selected(name, module, include):
+            chosen, reason = default, "included"
+        else:
+            reason = _why_not(name, module, p, module is head, id(p) in embedded)
+            chosen, reason = (None, reason) if reason else (default, _which(module))
+        if chosen is not None:
+            obstacle = _obstacle(module, p)
+            chosen, reason = (None, obstacle) if obstacle else (chosen, reason)
+        new: Tensor = p
+        if chosen is not None:
+            new = nn.Parameter(QuantizedTensor.from_dense(p.detach(), chosen), requires_grad=p.requires_grad)
+            module._parameters[key] = new  # type: ignore[assignment]
+        done[id(p)] = new
+        dense = p.numel() * p.itemsize
+        stored = new.stored_bytes if isinstance(new, QuantizedTensor) else dense
+        report.decisions.append(Decision(name, tuple(p.shape), str(chosen) if chosen else None, reason, dense, stored))
+    return report
+
+
+def dequantize_(model: nn.Module) -> nn.Module:
+    """Turns every quantized parameter of a model back into a dense one (of what the forward pass saw), in place."""
+    done: dict[int, nn.Parameter] = {}
+    for _, module, key, p in _owned_parameters(model):
+        if isinstance(p, QuantizedTensor):
+            if id(p) not in done:
+                done[id(p)] = nn.Parameter(p.detach().dequantize().detach(), requires_grad=p.requires_grad)
+            module._parameters[key] = done[id(p)]
+    return model
+
+
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Every place that holds a parameter (a shared one comes up several times): name, module, key, parameter."""
+    for prefix, module in model.named_modules(remove_duplicate=True):
+        for key, p in list(module._parameters.items()):
+            if p is not None:
+                yield f"{prefix}.{key}" if prefix else key, module, key, p
+
+
+def _selected(name: str, module: nn.Module, selectors: Sequence[Selector]) -> bool:
+    if isinstance(selectors, str) or not isinstance(selectors, Sequence):
+        raise TypeError(
+            f"include and exclude take a list of patterns or module types, not {selectors!r}; write [{selectors!r}]"
+        )
+    return any(fnmatchcase(name, s) if isinstance(s, str) else isinstance(module, s) for s in selectors)
+
+
+def _check_selectors(model: nn.Module, arguments: Mapping[str, Sequence[Selector]]) -> None:
+    """Raises a ValueError for a pattern or module type that selects nothing: most likely it is misspelt."""
+    places = list(_owned_parameters(model))
+    for argument, selectors in arguments.items():
+        _selected("", model, selectors)  # a bare pattern, which would be taken letter by letter, is refused there
+        for selector in selectors:
+            if not any(_selected(name, module, [selector]) for name, module, _, _ in places):
+                some = ", ".join(name for name, _, _, _ in places[:3])
+                raise ValueError(
+                    f"{argument}: {selector!r} matches no parameter of the model; names look like {some}, ... and a "
+                    f"pattern must match all of one, for instance '*.{places[0][2]}'"
+                    if places
+                    else f"{argument}: {selector!r} matches nothing, the model has no parameters"
+                )
+
+
+def _output_head(model: nn.Module) -> nn.Module | None:
+    """The output head as the model itself names it (Hugging Face models do)."""
+    getter = getattr(model, "get_output_embeddings", None)
+    return getter() if callable(getter) else None
+
+
+def why_left(name: str, dim: int, layer: str, is_head: bool = False) -> str:
+    """Why the default leaves a parameter alone; empty if it does not.
+
+    Decided without the tensor, so that a plan made from names and shapes follows the same rule.
+
+    Args:
+        name: the parameter's full name.
+        dim: its number of dimensions.
+        layer: what holds it: "linear", "transposed linear" (``[in, out]``), "embedding", "norm", or the name of any
+            other module type.
+        is_head: whether the model itself calls it the output head.
+    """
+    parts = set(name.split("."))
+    outside = set(takewhile(lambda part: not part.isdigit(), name.split(".")))  # a block's own "output" is no head
+    if dim < 2:
+        return "vector"
+    if layer in ("embedding", "norm"):
+        return layer
+    if is_head or parts & _HEADS or "output" in outside:
+        return "output head"
+    if parts & _ROUTERS:
+        return "router"
+    experts = dim == 3 and not layer.startswith(("Conv", "Bilinear"))
+    if layer in ("linear", "transposed linear") or experts:
+        return ""
+    return f"not a linear layer ({layer}); name it in include= to quantize it"
+
+
+def too_small(shape: Sequence[int]) -> str:
+    """Why a tensor of this shape cannot be quantized; empty if it can."""
+    if is_matrix_like(shape):
+        return ""
+    return "too small: vectors and rows of fewer than 32 elements are not worth their scales"
+
+
+def _why_not(name: str, module: nn.Module, p: Tensor, is_head: bool, is_embedding: bool) -> str:
+    if is_embedding:
+        layer = "embedding"
+    elif _is_transposed(module):
+        layer = "transposed linear"
+    elif isinstance(module, _NORMS) or "Norm" in type(module).__name__:
+        layer = "norm"
+    else:
+        layer = "linear" if isinstance(module, nn.Linear) else type(module).__name__
+    # A stack of one is no stack of experts: position embeddings are [1, length, width].
+    dim = 2 if p.dim() == 3 and p.shape[0] == 1 else p.dim()
+    return why_left(name, dim, layer, is_head)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether this is Hugging Face's `Conv1D`, a linear layer whose weight is ``[in, out]``; GPT-2 is made of it."""
+    # By name: transformers need not be installed, and is not imported for this.
+    return any(t.__name__ == "Conv1D" and t.__module__.startswith("transformers.") for t in type(module).__mro__)
+
+
+def _which(module: nn.Module) -> str:
+    """What a quantized parameter is, and how it lies if not as ``[out, in]``."""
+    return "matrix [in, out]: its scales run along outputs" if _is_transposed(module) else "matrix"
+
+
+def _obstacle(module: nn.Module, p: Tensor) -> str:
+    """Why a parameter cannot be quantized at all; empty if it can."""
+    if isinstance(p, QuantizedTensor):
+        return "already quantized"
+    if not p.dtype.is_floating_point:
+        return f"dtype {p.dtype}"
+    if too_small(p.shape):
+        return too_small(p.shape)
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "parametrized; remove the parametrization first"
+    return ""
