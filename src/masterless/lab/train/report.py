@@ -9,9 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .run_files import write_atomically
 from .config import FIELDS, RunConfig, read_toml
 from .observe import load_rows
+from .run_files import write_atomically
 from .svg import Series, clip_definition, histogram, legend, line_chart, scatter
 
 ROLES = ("weights", "first moment", "second moment", "gradients")

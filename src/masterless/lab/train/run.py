@@ -32,10 +32,10 @@ from .build import (
     load_initial,
     quantize_model,
 )
-from .run_files import CheckpointError, Checkpoints, origin_of, reason_of, remedy_for, write_atomically
 from .config import MODEL_KEYS, ConfigError, RunConfig, read_toml, refuse_existing, resolve, to_toml
 from .corpus import END_OF_DOCUMENT, Corpus
 from .display import Display
+from .run_files import CheckpointError, Checkpoints, origin_of, reason_of, remedy_for, write_atomically
 from .session import Session
 from .signals import StopFlag
 
