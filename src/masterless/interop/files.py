@@ -67,7 +67,7 @@ def read_bytes(path: StrPath, most: int = MOST_TEXT) -> bytes:
         if size > most:
             raise FileError(f"{path}: {size:,} bytes, more than the {most:,} that are read; pass a smaller file")
         try:
-            return file.read(most)
+            return file.read(size)
         except OSError as error:
             raise FileError(f"{path}: cannot be read ({reason_of(error)}); check the disk") from error
 

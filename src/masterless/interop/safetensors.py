@@ -199,7 +199,9 @@ def _entries_in(file: Any, path: Any) -> dict[str, _Entry]:
     try:
         return _described(json.loads((file.metadata() or {}).get(ABOUT, "{}")), file, path)
     except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError, OverflowError) as error:
-        raise FileError(f"{path} is damaged: its description is not ours ({reason_of(error)}); save it again") from error
+        raise FileError(
+            f"{path} is damaged: its description is not ours ({reason_of(error)}); save it again"
+        ) from error
 
 
 def _described(description: dict[str, Any], file: Any, path: Any) -> dict[str, _Entry]:

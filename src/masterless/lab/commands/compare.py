@@ -108,7 +108,7 @@ def plan_experiments(config: RunConfig, names: Sequence[str], seeds: int) -> tup
     import dataclasses
     import warnings
 
-    from masterless.lab.train.build import build_corpus, build_settings
+    from masterless.lab.train.build import build_corpus, build_settings, model_options
     from masterless.lab.train.experiment import Experiment
 
     if not names:
@@ -116,16 +116,7 @@ def plan_experiments(config: RunConfig, names: Sequence[str], seeds: int) -> tup
     settings = dataclasses.asdict(build_settings(config))
     for unused in ("seed", "betas"):
         del settings[unused]
-    model = {
-        "n_layer": config.layers,
-        "n_head": config.heads,
-        "d_model": config.width,
-        "seq_len": config.seq_len,
-        "d_ff": config.hidden,
-        "n_experts": config.experts,
-        "experts_per_token": config.experts_per_token,
-        "tie_embeddings": config.tie_embeddings,
-    }
+    model = model_options(config)
     data: dict[str, Any] = {}
     corpus = build_corpus(config)
     if config.data:

@@ -29,14 +29,12 @@ import torch
 
 import masterless
 from masterless.lab.models import GPT, GPTConfig
-from masterless.lab.train.build import memory_of
+from masterless.lab.train.build import assemble, memory_of
 from masterless.lab.train.corpus import Corpus, stdlib_corpus, text_corpus
 from masterless.lab.train.loop import TrainSettings, train
 from masterless.lab.train.observe import Stalls, load_rows, peak_memory
 from masterless.optim import LowBitOptimizer, NonFiniteGradientError
 from masterless.optim.base import LossyUpdateWarning
-from masterless.tensor.quantize import quantize_
-from masterless.tensor.quantized import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -79,31 +77,10 @@ class Experiment:
 
     def build(self) -> tuple[GPT, LowBitOptimizer, TrainSettings]:
         """The model, its optimizer and the settings of the run."""
-        generator = torch.Generator().manual_seed(self.seed)
-        model = GPT(GPTConfig(**self.model), generator)
-        if self.weights is not None:
-            quantize_(model, self.weights)
         settings = TrainSettings(**self.settings, seed=self.seed)
-        options = {"betas": settings.betas, "seed": self.seed, **self.options}
-        kind: type[LowBitOptimizer] = getattr(masterless, self.optimizer)
-        optimizer = kind(model.named_parameters(), lr=settings.lr, weight_decay=settings.weight_decay, **options)  # type: ignore[call-arg]
+        options = {**settings.optimizer_arguments(), **self.options}
+        model, optimizer = assemble(GPTConfig(**self.model), self.weights, self.optimizer, options, self.seed)
         return model, optimizer, settings
-
-
-def bytes_per_matrix_parameter(model: torch.nn.Module, optimizer: LowBitOptimizer) -> float:
-    """Measured bytes of weights and states, metadata included, per parameter of the inner matrices.
-
-    The inner matrices are the ones `quantize_` would choose; embeddings, head and vectors are left out.
-    """
-    total = count = 0
-    for _, p, name in optimizer.parameters():
-        inner = isinstance(p, QuantizedTensor) or (name.startswith("blocks.") and p.dim() >= 2 and "router" not in name)
-        if not inner:
-            continue
-        count += p.numel()
-        total += p.stored_bytes if isinstance(p, QuantizedTensor) else p.numel() * p.itemsize
-        total += sum(v.numel() * v.itemsize for v in optimizer.state[p].values() if torch.is_tensor(v) and v.dim())
-    return total / count
 
 
 def run(
@@ -136,8 +113,8 @@ def run(
     except NonFiniteGradientError as error:
         row["loss"] = None
         row["diverged"] = str(error).split(".")[0]
-    row["bytes_per_parameter"] = round(bytes_per_matrix_parameter(model, optimizer), 4)
     row["memory"] = memory_of(optimizer)
+    row["bytes_per_parameter"] = round(row["memory"]["measured_per_parameter"], 4)
     row["peak_bytes"] = peak_memory()
     row["stalls"] = sampled
     row["curve"] = curve

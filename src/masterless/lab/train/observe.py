@@ -10,16 +10,17 @@ from typing import Any
 
 from masterless.formats import parse
 from masterless.insight.monitor import Monitor
+from masterless.interop.files import open_regular, reason_of
 from masterless.optim import LowBitOptimizer
 
 from .build import is_inner
-from .run_files import CheckpointError, reason_of, remedy_for
+from .run_files import CheckpointError, remedy_for
 
 _SAMPLE = 1 << 14  # elements of a parameter that a sampled step looks at
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one line a step, functions of the step alone, no clock in it.
+    """``metrics.jsonl``: one line per step, functions of the step alone, no clock in it.
 
     Args:
         path: the file; what lies behind `size` is cut off.
@@ -80,11 +81,14 @@ def load_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of JSON lines; an unfinished last line (a killed run) is left out."""
     rows = []
     if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
+        with open_regular(path) as file:
+            for line in file:
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(row, dict):
+                    rows.append(row)
     return rows
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from .config import FIELDS, RunConfig, read_toml
 from .observe import load_rows
-from .run_files import write_atomically
+from .run_files import write_text
 from .svg import Series, clip_definition, histogram, legend, line_chart, scatter
 
 ROLES = ("weights", "first moment", "second moment", "gradients")
@@ -194,7 +194,7 @@ def _page(title: str, lead: Sequence[str], body: str) -> str:
 
 
 def _write(path: Path, page: str) -> Path:
-    write_atomically(path, lambda file: file.write(page.encode()))
+    write_text(path, page)
     return path
 
 
