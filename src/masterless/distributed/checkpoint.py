@@ -16,8 +16,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -134,8 +136,8 @@ def save(
     """
     target, temporary = _prepare(Path(directory), step, keep, process_group)
     state = _state(model, optimizer, extra)
-    writer = Writer(temporary)
-    dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=not dist.is_initialized())
+    with _alone() as no_dist:
+        dcp.save(state, storage_writer=Writer(temporary), process_group=process_group, no_dist=no_dist)
     _publish(temporary, target, keep, process_group)
     _barrier(process_group)
     return target
@@ -237,7 +239,8 @@ def load(
         _expect_counters(state["optim"]["state"], stored)
     _compare(state, stored, Path(checkpoint))
     try:
-        dcp.load(state, storage_reader=reader, process_group=process_group, no_dist=not dist.is_initialized())
+        with _alone() as no_dist:
+            dcp.load(state, storage_reader=reader, process_group=process_group, no_dist=no_dist)
     except CheckpointException as error:  # of any rank, raised on all of them
         rank, (cause, _) = next(iter(error.failures.items()))
         raise FileError(f"{checkpoint}: cannot be loaded, rank {rank}: {reason_of(cause)}") from cause
@@ -325,6 +328,14 @@ def _publish(temporary: Path, target: Path, keep: int | None, group: dist.Proces
     if keep is not None:
         for path in _complete(target.parent)[:-keep]:
             shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _alone() -> Iterator[bool]:
+    """Whether this is the only process, which torch warns about and we mean."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield not dist.is_initialized()
 
 
 def _first(group: dist.ProcessGroup | None) -> bool:

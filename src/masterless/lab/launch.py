@@ -104,6 +104,8 @@ def run(
     if folder is None:
         raise ValueError("--parallel needs --out: all ranks must name the same run directory")
     config = set_threads(stored_config(resume) if resume else resolve(flags, file))
+    if dist.is_initialized():
+        return _run(mode, config, folder, resume is not None, trust)
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
     try:
         return _run(mode, config, folder, resume is not None, trust)

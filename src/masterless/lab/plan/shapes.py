@@ -144,9 +144,7 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
         raise PlanError(f"{name}: a {kind} config that {error}") from error
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
-        raise PlanError(
-            f"{name}: a {kind} config with mlp_only_layers={str(dense)[:60]}; write a list of numbers"
-        )
+        raise PlanError(f"{name}: a {kind} config with mlp_only_layers={str(dense)[:60]}; write a list of numbers")
     if s["layers"] > MOST_LAYERS:
         raise PlanError(f"{name}: a {kind} config of {s['layers']:,} layers; more than {MOST_LAYERS:,} are no model")
     moe = [is_moe_layer(i, s, frozenset(dense)) for i in range(s["layers"])]
