@@ -1,4 +1,4 @@
-"""Ranks that are told different things: run by torchrun in `test_parallel_runs.py`, which reads what each rank noted."""
+"""Ranks that are told different things: run by torchrun in `test_parallel_runs.py`, which reads what they noted."""
 
 from __future__ import annotations
 

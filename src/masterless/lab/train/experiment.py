@@ -32,7 +32,7 @@ from masterless.lab.models import GPT, GPTConfig
 from masterless.lab.train.build import assemble, memory_of
 from masterless.lab.train.corpus import Corpus, stdlib_corpus, text_corpus
 from masterless.lab.train.loop import TrainSettings, train
-from masterless.lab.train.observe import Stalls, load_rows, peak_memory
+from masterless.lab.train.observe import Stalls, is_number, load_rows, peak_memory
 from masterless.optim import LowBitOptimizer, NonFiniteGradientError
 from masterless.optim.base import LossyUpdateWarning
 
@@ -81,6 +81,25 @@ class Experiment:
         options = {**settings.optimizer_arguments(), **self.options}
         model, optimizer = assemble(GPTConfig(**self.model), self.weights, self.optimizer, options, self.seed)
         return model, optimizer, settings
+
+
+def load_results(path: Path) -> list[dict[str, Any]]:
+    """The rows of a result file that a table can show: not those that are damaged or of an earlier version."""
+    return [row for row in load_rows(path) if _is_result(row)]
+
+
+def _is_result(row: dict[str, Any]) -> bool:
+    try:
+        memory = row["memory"]
+        numbers = [memory[k] for k in ("measured_per_parameter", "predicted_per_parameter", "inner_parameters")]
+        numbers += [row["peak_bytes"], row["settings"]["steps"], row["seed"], *memory["inner_bytes"].values()]
+        numbers += [] if row["loss"] is None else [row["loss"], row["seconds"]]
+        numbers += [n for key in ("validation", "curve") for pair in row.get(key, []) for n in pair]
+        for sample in row["stalls"]:
+            numbers += [sample["step"], *(n for entry in sample["stalls"].values() for n in entry.values())]
+        return all(map(is_number, numbers)) and all(isinstance(row[key], str) for key in ("id", "label"))
+    except (KeyError, TypeError, AttributeError):
+        return False
 
 
 def run(
@@ -146,7 +165,7 @@ def run_all(
     Raises:
         RuntimeError: a run failed; the ones that had finished are in the file.
     """
-    known = {row["id"] for row in load_rows(path)}
+    known = {row.get("id") for row in load_rows(path)}
     todo: dict[str, Experiment] = {}
     for experiment in experiments:
         if experiment.identity not in known:

@@ -92,6 +92,26 @@ def load_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def load_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics; a damaged line, which no report can show, is left out."""
+    return [row for row in load_rows(path) if _is_metric(row)]
+
+
+def _is_metric(row: dict[str, Any]) -> bool:
+    stalls = row.get("stalls", {})
+    if type(row.get("step")) is not int or not isinstance(stalls, dict):
+        return False
+    numbers = [row.get(key, 0.0) for key in ("loss", "lr", "grad_norm", "validation_loss")]
+    for entry in stalls.values():
+        numbers += entry.values() if isinstance(entry, dict) else [entry]
+    return all(isinstance(entry, dict) for entry in stalls.values()) and all(n is None or is_number(n) for n in numbers)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a finite number that a report can show."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+
+
 class Stalls:
     """Samples what rounding does in every n-th step, counted from the start of the run and not of the session.
 

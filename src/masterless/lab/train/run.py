@@ -29,6 +29,7 @@ from .build import build, build_corpus
 from .config import MODEL_KEYS, ConfigError, RunConfig, read_toml, resolve, to_toml
 from .corpus import END_OF_DOCUMENT, Corpus
 from .display import Display
+from .observe import is_number
 from .run_files import (
     CHECKPOINTS,
     CONFIG,
@@ -209,11 +210,13 @@ def _run_folder(path: Path, name: str) -> Path | None:
 
 
 def _earlier_summary(folder: Path) -> dict[str, Any]:
+    """The measurements of an earlier session, as far as they are numbers."""
     try:
         found = read_json(folder / "summary.json")
     except FileError:
         return {}
-    return found if isinstance(found, dict) else {}
+    kept = ("tokens_per_second", "stalled", "validation_loss")
+    return {key: found[key] for key in kept if is_number(found.get(key))} if isinstance(found, dict) else {}
 
 
 def set_threads(config: RunConfig) -> RunConfig:
