@@ -1,4 +1,4 @@
-"""Ways to damage a file, and to forge one whose checksums are right: pure functions of the bytes and a seeded source."""
+"""Ways to damage a file, and to forge one whose checksums are right: functions of the bytes and a seeded source."""
 
 from __future__ import annotations
 

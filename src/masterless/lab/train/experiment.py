@@ -223,12 +223,19 @@ def _start(process: Any) -> None:
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         process.start()
         return
-    # A blocked signal stays blocked in the child, and is only delayed here (an ignored one would be lost).
+    # A blocked signal stays blocked in the child, and is only delayed here (an ignored one would be lost). Another
+    # thread may still take it, so that its handler must not end the start half-way either.
+    noted: list[int] = []
+    handlers = {n: signal.signal(n, lambda n, _: noted.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number in noted:
+        signal.raise_signal(number)
 
 
 def _work(experiment: Experiment, messages: Any, threads: int) -> None:
