@@ -103,7 +103,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
     note("one scale a tensor", lambda: shard(quantized_zoo("int4:tensor"), 4))
     model = shard(quantized_zoo("int4"), 4)
-    note("vectors", lambda: ml.AdamW(model.named_parameters(), quantize="all"))
+    note("vectors", lambda: ml.AdamW(model.named_parameters(), quantize_states="all"))
     note("adaptive resets", lambda: ml.AdamW(model.named_parameters(), exp_avg_sq="log2", reset="adaptive"))
     columns = DTensor.from_local(torch.zeros(4, 64), mesh_of(4), [Shard(1)], run_check=False)
     note("columns", lambda: ml.AdamW([torch.nn.Parameter(columns)]))

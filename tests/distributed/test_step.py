@@ -27,7 +27,7 @@ def test_all_ranks_raise_when_one_has_a_bad_gradient(ranks):
 def test_refusals_name_reason_and_remedy(ranks):
     for messages in ranks.run("jobs_step:refusals"):
         assert "use 'int4' or 'int4:row'" in messages["one scale a tensor"]
-        assert "quantize='matrices'" in messages["vectors"]
+        assert "quantize_states='matrices'" in messages["vectors"]
         assert "pass 'auto' or a number of steps" in messages["adaptive resets"]
         assert "Shard with fully_shard alone" in messages["columns"]
         assert "in one process" in messages["factoring on shards"]

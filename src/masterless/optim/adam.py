@@ -77,7 +77,7 @@ class Adam(LowBitOptimizer):
             },
         )
 
-    def rule(self, group: dict[str, Any]) -> Rule:
+    def rule(self, group: dict[str, Any], compensated: bool = False) -> Rule:
         """Adam, with its momentum in gradient or update units."""
         return RULES["adam" if group["moment_units"] == "gradient" else "adam_update_units"]
 
@@ -169,7 +169,7 @@ class AdaBelief(LowBitOptimizer):
             },
         )
 
-    def rule(self, group: dict[str, Any]) -> Rule:
+    def rule(self, group: dict[str, Any], compensated: bool = False) -> Rule:
         """AdaBelief."""
         return RULES["adabelief"]
 

@@ -206,7 +206,7 @@ def _empty(format: Format, shape: Any, device: torch.device) -> Storage:
 
 
 def _same(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
-    return _map_storage(q, lambda t: t)
+    return QuantizedTensor(q.stored, q.dtype)
 
 
 def _clone(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
