@@ -71,6 +71,8 @@ def count_bad(task: Task) -> int:
 def step(task: Task) -> None:
     """As `reference.step`, in slabs, and together with the ranks that hold other parts of the parameter."""
     grad = _rows_of(task)
+    if not grad.numel() and not task.sharded:  # an empty shard still takes part in what the others agree on
+        return
     if task.indivisible and task.ranks.any(count_bad(task) > 0):
         return
     agreed = None

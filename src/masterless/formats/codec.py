@@ -210,7 +210,8 @@ def log_metadata(top: Tensor, low: Tensor, has_zero: Tensor, format: Format) -> 
 def read_log_metadata(parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Of every block: the float bits of its top, its step in float bits, and whether the last code means zero."""
     top = parts["top"].view(torch.int16).to(torch.int64) << 16
-    raw = parts["step"].view(torch.int16).to(torch.int64) & 0xFFFF
+    low, high = parts["step"].to(torch.int64).unflatten(-1, (-1, 2)).unbind(-1)
+    raw = low | high << 8
     return top, (raw & _LOG_STEP_MAX) << LOG_STEP_UNIT, (raw & _LOG_ZERO_FLAG) != 0
 
 

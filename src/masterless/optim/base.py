@@ -27,25 +27,12 @@ from masterless.formats.rounding import check_rounding
 from masterless.formats.scaling import POLICIES
 from masterless.formats.storage import Storage, predicted_bytes, state_key, tensor_specs
 from masterless.optim import resets, state_dict
+from masterless.optim.options import COMMON_DEFAULTS, REFUSED, refuse
 from masterless.optim.plan import PLAIN, Member, StepPlan
 from masterless.optim.state_dict import prepare_for_load
 from masterless.step import dispatch
 from masterless.step.rules import Rule, check_next_lr
 from masterless.tensor.quantized import local_of, weight_storage
-
-COMMON_DEFAULTS: dict[str, Any] = {
-    "maximize": False,
-    "rounding": "stochastic",
-    "weight_rounding": "stochastic",
-    "error_compensation": None,
-    "scale_policy": "held",
-    "next_lr": None,
-    "quantize_states": "matrices",
-    "nonfinite": "raise",
-    "reset": None,
-    "seed": 0,
-    "backend": "auto",
-}
 
 
 class LossyUpdateWarning(UserWarning):
@@ -120,6 +107,7 @@ class LowBitOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters with options of its own; the rest is taken from the defaults."""
+        refuse(**{key: value for key, value in param_group.items() if key in REFUSED})
         for key in param_group:  # as in torch a group may carry keys of its own, but not a misspelt option
             meant = [] if key in self.defaults else difflib.get_close_matches(key, self.defaults, n=1, cutoff=0.8)
             if meant:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from masterless.optim.base import COMMON_DEFAULTS
+COMMON_DEFAULTS: dict[str, Any] = {
+    "maximize": False,
+    "rounding": "stochastic",
+    "weight_rounding": "stochastic",
+    "error_compensation": None,
+    "scale_policy": "held",
+    "next_lr": None,
+    "quantize_states": "matrices",
+    "nonfinite": "raise",
+    "reset": None,
+    "seed": 0,
+    "backend": "auto",
+}
 
 
 class Options(TypedDict, total=False):
@@ -48,7 +60,7 @@ class Options(TypedDict, total=False):
     fused: bool | None
 
 
-_REFUSED = {
+REFUSED = {
     "amsgrad": "it needs a third buffer, and a maximum of rounded numbers only ever rounds up; leave it out",
     "centered": "it needs a third buffer; AdaBelief tracks the variance around the mean with two",
     "capturable": "the step's scalars are computed on the host; leave it out",
@@ -60,7 +72,7 @@ def refuse(**arguments: Any) -> None:
     """Raises a ValueError for any torch.optim argument that is switched on and cannot be honoured."""
     for name, value in arguments.items():
         if value:
-            raise ValueError(f"{name}={value!r} is not supported: {_REFUSED[name]}")
+            raise ValueError(f"{name}={value!r} is not supported: {REFUSED[name]}")
 
 
 def common(options: Options) -> dict[str, Any]:

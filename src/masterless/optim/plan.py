@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -72,13 +72,14 @@ class StepPlan:
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}  # by the parameter's id; a task keeps its parameter's memory alive
         self.batch: Batch | None = None
+        self.addresses: list[int] = []  # of the last step's gradients
 
     def step(self, optimizer: LowBitOptimizer, members: Sequence[Member]) -> list[tuple[Member, int]]:
         """Steps the parameters that have a gradient; returns those whose gradients are not finite, and how many.
 
         If one of them must be finite (``nonfinite="raise"``), nothing has moved.
         """
-        members, grads = _with_gradients(optimizer, members)
+        members, grads = self._with_gradients(optimizer, members)
         if not members:
             return []
         batch = self._current(optimizer, members, grads)
@@ -117,22 +118,29 @@ class StepPlan:
         self.batch = _batch(entries, _fingerprint(optimizer, members, grads) if kept else None, members, optimizer)
         return self.batch
 
+    def _with_gradients(
+        self, optimizer: LowBitOptimizer, members: Sequence[Member]
+    ) -> tuple[Sequence[Member], Sequence[Tensor]]:
+        """The members with a gradient, and their gradients as dense memory; all are checked before anything moves."""
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass's attributes are slow calls otherwise
+            grads: list[Any] = [p.grad for _, p, _ in members]
+            if type(None) in {*map(type, grads)}:
+                members = [member for member, grad in zip(members, grads, strict=True) if grad is not None]
+                grads = [grad for grad in grads if grad is not None]
+            shapes = [p.shape for _, p, _ in members]
+            usual = {*map(type, grads)} == {Tensor} and [*map(_shape, grads)] == shapes
+            if usual and all(map(_is_contiguous, grads)):
+                # Memory that was resized has moved: only where an address is new need one look behind it.
+                last, self.addresses = self.addresses, [*map(_address, grads)]
+                moved = last if len(last) == len(grads) else repeat(-1)
+                new = [grad for grad, now, then in zip(grads, self.addresses, moved, strict=False) if now != then]
+                if not any(map(memory_fault, new)):
+                    return members, grads
+        checked = [_checked_gradient(optimizer, member, grad) for member, grad in zip(members, grads, strict=True)]
+        return members, checked
+
 
 # --- gradients --------------------------------------------------------------------------------------------------
-
-
-def _with_gradients(optimizer: LowBitOptimizer, members: Sequence[Member]) -> tuple[Sequence[Member], Sequence[Tensor]]:
-    """The members with a gradient, and their gradients as dense memory; all are checked before any parameter moves."""
-    with torch._C.DisableTorchFunctionSubclass():  # a subclass's attributes are slow calls otherwise
-        grads: list[Any] = [p.grad for _, p, _ in members]
-        if type(None) in {*map(type, grads)}:
-            members = [member for member, grad in zip(members, grads, strict=True) if grad is not None]
-            grads = [grad for grad in grads if grad is not None]
-        shapes = [p.shape for _, p, _ in members]
-        usual = {*map(type, grads)} == {Tensor} and [*map(_shape, grads)] == shapes
-        if usual and not any(map(memory_fault, grads)):
-            return members, grads
-    return members, [_checked_gradient(optimizer, member, grad) for member, grad in zip(members, grads, strict=True)]
 
 
 def _checked_gradient(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> Tensor:
@@ -163,8 +171,8 @@ def _checked_gradient(optimizer: LowBitOptimizer, member: Member, grad: Tensor) 
 def _fingerprint(optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> list[Any] | None:
     """All that descriptions of these parameters depend on: equal fingerprints, equal descriptions. None: unknowable.
 
-    Tensors are known by identity, address, bytes and contiguity: whatever replaces, casts, cuts, transposes or resizes
-    one changes one of these. This is all the Python a parameter costs in a step, hence its loops run inside `map`.
+    Tensors are known by address, bytes and contiguity: whatever replaces, casts, cuts, transposes or resizes one
+    changes one of these. This is all the Python a parameter costs in a step, hence its loops run inside `map`.
     """
     groups, parameters, names = zip(*members, strict=True)
     state = optimizer.state
@@ -180,11 +188,11 @@ def _fingerprint(optimizer: LowBitOptimizer, members: Sequence[Member], grads: S
         return [
             *map(id, parameters),
             *names,
+            *chain.from_iterable([state[p] for p in parameters]),
             *group_ids,
             *[_settings(optimizer, group) for group in dict(zip(group_ids, groups, strict=True)).values()],
             *map(_dtype, grads),
             *map(id, stored),
-            *map(id, tensors),
             *map(_address, tensors),
             *map(_nbytes, tensors),
             *map(_is_contiguous, tensors),
@@ -240,8 +248,7 @@ def _task(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> tuple[Tas
     """One parameter's task; of a weight that is not contiguous over a copy, with the weight."""
     group, p, name = member
     local, states, weight, original = local_of(p), optimizer.state_storage(p, group), weight_storage(p), None
-    lossy = weight is not None and not weight.format.master
-    compensated = lossy and bool(group["error_compensation"])
+    compensated = optimizer.compensates(p, group)
     if weight is None:
         values = local.detach()
         if not values.is_contiguous():
