@@ -29,6 +29,7 @@ REFUSED_ARGUMENTS = [
     (ml.AdamW, {"betas": (1.0, 0.9)}, "betas=(1.0, 0.9)", "both must lie in [0, 1)", "[0, 1)"),
     (ml.AdamW, {"betas": (0.9, 1.5)}, "betas=(0.9, 1.5)", "both must lie in [0, 1)", "[0, 1)"),
     (ml.AdamW, {"betas": (0.9,)}, "betas=(0.9,)", "two numbers are needed", "two numbers"),
+    (ml.AdamW, {"betas": (0.9, torch.tensor(0.99))}, "betas=(0.9, tensor", "both floats or both Tensors", "both"),
     (ml.AdamW, {"eps": -1.0}, "eps=-1.0", "must not be negative", "not be negative"),
     (ml.AdamW, {"moment_units": "m"}, "moment_units='m'", "'gradient'", "'update'"),
     (ml.AdamW, {"rounding": "up"}, "'up'", "unknown rounding", "choose one of nearest"),

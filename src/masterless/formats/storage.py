@@ -72,6 +72,16 @@ def state_key(name: str, part: str) -> str:
     return name if part == "values" else f"{name}.{part}"
 
 
+COUNTERS = (".reset_step", ".stalled")  # of a state's resets: scalars beside its stored tensors
+
+
+def refuse_leftovers(name: str, format: Format, state: Mapping[str, Any]) -> None:
+    """Raises a StorageError if a state is there in another format than the one that is about to be allocated."""
+    found = [key for key in state if key.split(".")[0] == name and not key.endswith(COUNTERS)]
+    if found:
+        raise StorageError(f"{name} in format '{format}' is not what is there, {_listing(found)}; {_REMEDY}")
+
+
 def memory_fault(tensor: Tensor) -> str:
     """Why a tensor cannot be read and written through its address as contiguous memory; empty if it can."""
     if type(tensor) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
@@ -80,9 +90,13 @@ def memory_fault(tensor: Tensor) -> str:
         return f"is not dense ({tensor.layout})"
     if tensor.device.type == "meta" or tensor.numel() == 0:
         return ""
-    if not tensor.is_contiguous():
-        return f"is not contiguous (strides {tensor.stride()})"
-    needed = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    return missing_memory(tensor) if tensor.is_contiguous() else f"is not contiguous (strides {tensor.stride()})"
+
+
+def missing_memory(tensor: Tensor) -> str:
+    """What a dense tensor lacks of the memory that it needs; empty if it is there. torch itself reads on regardless."""
+    reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + reach) * tensor.itemsize if tensor.numel() else 0
     there = tensor.untyped_storage().nbytes()
     return "" if there >= needed else f"needs {needed} bytes of memory and has {there}"
 

@@ -25,14 +25,14 @@ from masterless.formats import Format, as_first_moment, as_second_moment, parse
 from masterless.formats.layout import is_matrix_like
 from masterless.formats.rounding import check_rounding
 from masterless.formats.scaling import POLICIES
-from masterless.formats.storage import Storage, predicted_bytes, state_key, tensor_specs
+from masterless.formats.storage import COUNTERS, Storage, predicted_bytes, refuse_leftovers, state_key, tensor_specs
 from masterless.optim import resets, state_dict
 from masterless.optim.options import COMMON_DEFAULTS, REFUSED, refuse
 from masterless.optim.plan import PLAIN, Member, StepPlan
 from masterless.optim.state_dict import prepare_for_load
 from masterless.step import dispatch
 from masterless.step.rules import Rule, check_next_lr
-from masterless.tensor.quantized import local_of, weight_storage
+from masterless.tensor.quantized import local_bytes, local_of, weight_storage
 
 
 class LossyUpdateWarning(UserWarning):
@@ -261,6 +261,7 @@ class LowBitOptimizer(Optimizer):
         for name, fmt in self.state_formats(p, group).items():
             keys = {part: state_key(name, part) for part in tensor_specs(fmt, p.shape)}
             if any(key not in state for key in keys.values()):
+                refuse_leftovers(name, fmt, state)
                 fresh = Storage.zeros(fmt, p.shape, p.device)
                 state.update({keys[part]: tensor for part, tensor in fresh.tensors.items()})
             storages[name] = Storage(fmt, tuple(p.shape), {part: state[key] for part, key in keys.items()})
@@ -397,9 +398,9 @@ class LowBitOptimizer(Optimizer):
 
     def state_bytes(self) -> int:
         """Bytes of the live moments (of this process's shards of them), metadata included."""
-        return sum(
-            local_of(value).numel() * value.itemsize
-            for state in self.state.values()
-            for key, value in state.items()
-            if isinstance(value, Tensor) and key != "step" and not key.endswith(state_dict.COUNTERS)
-        )
+        return sum(map(self.state_bytes_of, self.state))
+
+    def state_bytes_of(self, p: Tensor) -> int:
+        """Bytes of one parameter's live moments; counters are single numbers and not counted."""
+        state = self.state.get(p, {})
+        return local_bytes(*(v for k, v in state.items() if k != "step" and not k.endswith(COUNTERS)))

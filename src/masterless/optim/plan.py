@@ -29,7 +29,7 @@ from masterless.formats.scaling import FROZEN
 from masterless.formats.storage import Storage, StorageError, memory_fault
 from masterless.optim import resets
 from masterless.step import dispatch
-from masterless.step.rules import Scalars
+from masterless.step.rules import Scalars, check_scalars
 from masterless.step.task import Task
 from masterless.tensor.quantized import QuantizedTensor, local_of, weight_storage
 
@@ -131,11 +131,13 @@ class StepPlan:
             usual = {*map(type, grads)} == {Tensor} and [*map(_shape, grads)] == shapes
             if usual and all(map(_is_contiguous, grads)):
                 # Memory that was resized has moved: only where an address is new need one look behind it.
-                last, self.addresses = self.addresses, [*map(_address, grads)]
-                moved = last if len(last) == len(grads) else repeat(-1)
-                new = [grad for grad, now, then in zip(grads, self.addresses, moved, strict=False) if now != then]
+                addresses = [*map(_address, grads)]
+                last: Any = self.addresses if len(self.addresses) == len(grads) else repeat(-1)
+                new = [grad for grad, now, then in zip(grads, addresses, last, strict=False) if now != then]
                 if not any(map(memory_fault, new)):
+                    self.addresses = addresses
                     return members, grads
+        self.addresses = []
         checked = [_checked_gradient(optimizer, member, grad) for member, grad in zip(members, grads, strict=True)]
         return members, checked
 
@@ -318,6 +320,7 @@ def _turn(
         if kind not in position:
             position[kind] = len(numbers)
             scalars = rule.scalars(group, *kind[2])
+            check_scalars(scalars, group)  # hyperparameters are the user's to change at any time
             numbers.append((scalars, group, _scale_policy(group, scalars)))
     seeds = np.array([group["seed"] for group in groups], dtype=np.uint64)
     return dispatch.Turn(

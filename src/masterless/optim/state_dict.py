@@ -16,7 +16,7 @@ from torch import Tensor
 
 from masterless.formats import Format, parse
 from masterless.formats.codec import exact_sqrt
-from masterless.formats.storage import Storage, StorageError, state_key, tensor_specs
+from masterless.formats.storage import COUNTERS, Storage, StorageError, missing_memory, state_key, tensor_specs
 from masterless.optim import resets
 from masterless.tensor.quantized import local_of
 
@@ -27,7 +27,6 @@ VERSION = 2  # 2: counters are integers, log metadata is bf16 and bytes
 # Of torch's param groups: what changes the mathematics is refused, how torch loops over tensors is not ours to know.
 REFUSED = ("amsgrad", "centered")
 IGNORED = (*REFUSED, "foreach", "fused", "capturable", "differentiable")
-COUNTERS = (".reset_step", ".stalled")  # of a state's resets: scalars beside its stored tensors
 
 
 class _Sealed:
@@ -100,6 +99,11 @@ def is_rehearsal(optimizer: LowBitOptimizer, parameters: list[tuple[dict[str, An
 
 
 def _adopt(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str, sealed: _Sealed) -> dict[str, Any]:
+    for key, value in sealed.state.items():
+        if isinstance(value, Tensor) and missing_memory(value):
+            raise ValueError(
+                f"the state dict's {key} of parameter {name} {missing_memory(value)}: it was freed or resized"
+            )
     saved = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in sealed.state.items()}
     wanted = optimizer.state_formats(p, group)
     _refuse_foreign(optimizer, name, saved)

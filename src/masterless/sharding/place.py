@@ -12,7 +12,6 @@ Contract:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from masterless.formats import Format
 from masterless.formats.layout import Layout
-from masterless.formats.storage import Storage, state_key, tensor_specs
+from masterless.formats.storage import Storage, refuse_leftovers, state_key, tensor_specs
 from masterless.sharding.agreement import Ranks
 from masterless.tensor.quantized import local_of
 
@@ -139,6 +138,7 @@ def state_storage(p: Tensor, state: dict[str, Any], formats: dict[str, Format]) 
         whole = tensor_specs(fmt, place.shape)
         keys = {part: state_key(name, part) for part in whole}
         if any(key not in state for key in keys.values()):
+            refuse_leftovers(name, fmt, state)
             fresh = _zeros(fmt, place, local, p.device)
             state.update({keys[part]: place.wrap(t, part, whole[part][0]) for part, t in fresh.items()})
         mine = tensor_specs(fmt, local)
@@ -160,12 +160,3 @@ def _zeros(fmt: Format, place: Place, local: tuple[int, ...], device: torch.devi
             size, dtype = tensor_specs(fmt, place.shape)[part]
             tensors[part] = torch.zeros(size, dtype=dtype, device=device)
     return tensors
-
-
-def local_bytes(*tensors: Tensor) -> int:
-    """Bytes that this process holds of some tensors, sharded or not, quantized or not."""
-    total = 0
-    for tensor in map(local_of, tensors):
-        stored = getattr(tensor, "stored", None)
-        total += stored.nbytes if stored is not None else math.prod(tensor.shape) * tensor.itemsize
-    return total
