@@ -6,6 +6,7 @@ A preset is data: the format of the weights and the options of AdamW that go wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -13,10 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from masterless.insight.memory import predict
+from masterless.formats import as_first_moment, as_second_moment, parse
+from masterless.formats.storage import predicted_bytes
 from masterless.optim import AdamW
 from masterless.tensor.quantize import quantize_
-from masterless.tensor.quantized import QuantizedTensor
+from masterless.tensor.quantized import QuantizedTensor, as_weight
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,13 @@ class Preset:
     @property
     def bytes_per_parameter(self) -> float:
         """Weight and states of a large matrix, metadata included."""
-        return predict(
-            (4096, 4096), self.weights or "fp32", self.options["exp_avg"], self.options["exp_avg_sq"]
-        ).per_parameter
+        shape = (4096, 4096)
+        formats = [
+            as_weight(self.weights) if self.weights else parse("fp32"),
+            as_first_moment(self.options["exp_avg"]),
+            as_second_moment(self.options["exp_avg_sq"]),
+        ]
+        return sum(predicted_bytes(fmt, shape) for fmt in formats) / math.prod(shape)
 
 
 def _preset(name: str, weights: str | None, summary: str, **options: Any) -> Preset:
