@@ -45,6 +45,15 @@ class StoredTensor(Tensor):
         """
         return self.stored.tensors["codes"]._version, self._version
 
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of what is stored: codes, hidden bits and scales."""
+        return self.stored.nbytes
+
+    def rewrapped(self, storage: Storage, dtype: torch.dtype | None = None) -> StoredTensor:
+        """A tensor of this kind over another storage; what pieces and gathered parameters are made with."""
+        raise NotImplementedError(f"{type(self).__name__} is a view and not made from a storage alone")
+
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """A dense copy of what the forward pass sees, of which autograd knows nothing."""
         return ops.dequantize(self.stored, dtype or self.dtype).view(self.shape)

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from masterless import formats
 from masterless.formats import Format, FormatError
-from masterless.formats.storage import Storage, tensor_specs
+from masterless.formats.storage import Storage
+from masterless.tensor import gather, pieces
 from masterless.tensor.decoding import TRANSPOSITIONS, StoredTensor, call_dense, restored, transposed
+from masterless.tensor.pieces import empty_storage
 
 aten = torch.ops.aten
 
@@ -75,13 +77,17 @@ class QuantizedTensor(StoredTensor):
         if not dense.dtype.is_floating_point:
             raise ValueError(f"cannot quantize a tensor of dtype {dense.dtype}: weights are floating-point")
         if dense.device.type == "meta":
-            return cls(_empty(fmt, dense.shape, dense.device), dense.dtype)
+            return cls(empty_storage(fmt, dense.shape, dense.device), dense.dtype)
         _require_finite(dense)
         return cls(Storage.zeros(fmt, dense.shape, dense.device).encode_(dense), dense.dtype)
 
+    def rewrapped(self, storage: Storage, dtype: torch.dtype | None = None) -> QuantizedTensor:
+        """A quantized tensor over another storage, of this one's dtype unless another is given."""
+        return QuantizedTensor(storage, dtype or self.dtype)
+
     @property
     def stored_bytes(self) -> int:
-        """Bytes of codes, hidden bits and scales."""
+        """Bytes of codes, hidden bits and scales (as `nbytes`)."""
         return self.stored.nbytes
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -121,18 +127,14 @@ class QuantizedTensor(StoredTensor):
         return copy
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
-        """What FSDP2 gathers: visible codes and scales (`masterless.tensor.pieces`)."""
-        from masterless.tensor import pieces as views
-
-        return views.pack(self, mesh.size(), outer_size)
+        """What FSDP2 gathers: visible codes and scales (`masterless.tensor.gather`)."""
+        return gather.pack(self, mesh.size(), outer_size)
 
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """The whole parameter, still quantized, from what was gathered."""
-        from masterless.tensor import pieces as views
-
-        return views.unpack(self, outputs[0], metadata, param_dtype, out)
+        return gather.unpack(self, outputs[0], metadata, param_dtype, out)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -147,11 +149,8 @@ class QuantizedTensor(StoredTensor):
         kwargs = kwargs or {}
         if func in _HANDLERS:
             return _HANDLERS[func](func, *args, **kwargs)
-        if func in _BY_PIECES:
-            from masterless.tensor import pieces as views
-
-            if views.keeps(func, args[0]):
-                return views.HANDLERS[func](func, *args, **kwargs)
+        if func in pieces.HANDLERS and pieces.keeps(func, args[0]):
+            return pieces.HANDLERS[func](func, *args, **kwargs)
         return call_dense(func, args, kwargs)
 
 
@@ -196,15 +195,6 @@ def _map_storage(
     return QuantizedTensor(Storage(q.format, q.stored.shape, tensors), dtype or q.dtype)
 
 
-def _empty(format: Format, shape: Any, device: torch.device) -> Storage:
-    specs = tensor_specs(format, shape)
-    return Storage(
-        format,
-        tuple(shape),
-        {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in specs.items()},
-    )
-
-
 def _same(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
     return _map_storage(q, lambda t: t)
 
@@ -221,7 +211,7 @@ def _to_copy(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> Quanti
 
 
 def _empty_like(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
-    return QuantizedTensor(_empty(q.format, q.shape, kwargs.get("device") or q.device), kwargs.get("dtype") or q.dtype)
+    return QuantizedTensor(empty_storage(q.format, q.shape, kwargs.get("device") or q.device), kwargs.get("dtype") or q.dtype)
 
 
 def _require_finite(dense: Tensor) -> None:
@@ -269,16 +259,4 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy_,
     aten.zero_.default: _zero_,
     **dict.fromkeys(TRANSPOSITIONS, transposed),
-}
-
-# Whole slices of dimension 0, and matrices of a stack, stay quantized; the rest is what FSDP2 does with them.
-_BY_PIECES: set[Any] = {
-    aten.split.Tensor,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.unbind.int,
-    aten.new_zeros.default,
-    aten.new_empty.default,
-    aten.view.default,
-    aten.as_strided.default,
 }
