@@ -5,6 +5,7 @@ from masterless.formats import Format, FormatError
 from masterless.formats import parse as parse_format
 from masterless.insight import memory, staleness
 from masterless.insight.monitor import Monitor
+from masterless.integrations.averaging import AveragedModel
 from masterless.optim import (
     SGD,
     AdaBelief,
@@ -31,6 +32,7 @@ __all__ = [
     "Adafactor",
     "Adam",
     "AdamW",
+    "AveragedModel",
     "Format",
     "FormatError",
     "Lion",

@@ -8,7 +8,8 @@ Contract:
     * Copies, conversions, whole slices of dimension 0 (``w[2:5]``) and the matrices of a stack (``w[2]``) stay
       quantized.
     * Nothing changes a quantized tensor in place but `copy_`, `zero_` and the optimizers of this library: other
-      in-place operations are refused, because rounding their result would silently lose it.
+      in-place operations are refused, because rounding their result would silently lose it. `copy_` copies bytes of
+      the same format; rounding a dense tensor is asked for by name, `encode_`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from masterless import formats
 from masterless.formats import Format, FormatError
 from masterless.formats.storage import Storage
 from masterless.tensor import gather, pieces
-from masterless.tensor.decoding import TRANSPOSITIONS, StoredTensor, call_dense, restored, transposed
+from masterless.tensor.decoding import TRANSPOSITIONS, StoredTensor, as_ordinary, call_dense, restored, transposed
 from masterless.tensor.pieces import empty_storage
 
 aten = torch.ops.aten
@@ -85,6 +86,21 @@ class QuantizedTensor(StoredTensor):
         """A quantized tensor over another storage, of this one's dtype unless another is given."""
         return QuantizedTensor(storage, dtype or self.dtype)
 
+    @torch.no_grad()
+    def encode_(self, dense: Tensor) -> QuantizedTensor:
+        """Overwrites this tensor with a dense one (or one in another format), rounding to nearest under new scales.
+
+        The one explicit way to do so: `copy_` refuses what it would have to round.
+        """
+        _require_shape(self, dense)
+        if isinstance(dense, QuantizedTensor):
+            dense = dense.stored.decode()  # hidden bits are used
+        elif isinstance(dense, StoredTensor):
+            dense = dense.decode()
+        _require_finite(dense)
+        self.stored.encode_(dense.to(self.device))
+        return _mark_changed(self)
+
     @property
     def stored_bytes(self) -> int:
         """Bytes of codes, hidden bits and scales (as `nbytes`)."""
@@ -142,15 +158,24 @@ class QuantizedTensor(StoredTensor):
             for tensor in args[0].stored.tensors.values():
                 tensor.share_memory_()
             return args[0]
+        if func is Tensor.copy_ and isinstance(args[0], torch.nn.Parameter) and not isinstance(args[0], StoredTensor):
+            # What loading a checkpoint of quantized tensors into a dense model does: the model would be taken for exact.
+            raise RuntimeError(
+                f"copy_ of a tensor stored as '{args[1].format}' to a dense parameter of shape {tuple(args[0].shape)}: "
+                f"what is quantized later would be rounded anew, hidden bits would be lost. Quantize the model first "
+                f"(quantize_(model, like=state_dict)), or copy tensor.dequantize()"
+            )
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if func in _HANDLERS:
-            return _HANDLERS[func](func, *args, **kwargs)
-        if func in pieces.HANDLERS and pieces.keeps(func, args[0]):
-            return pieces.HANDLERS[func](func, *args, **kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is None and func in pieces.HANDLERS and pieces.keeps(func, args[0]):
+            handler = pieces.HANDLERS[func]
+        if handler is not None:
+            with as_ordinary(args[0]):
+                return handler(func, *args, **kwargs)
         return call_dense(func, args, kwargs)
 
 
@@ -222,19 +247,23 @@ def _require_finite(dense: Tensor) -> None:
 def _copy_(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not isinstance(target, QuantizedTensor):
         return func(target, source.decode(), *args, **kwargs)  # type: ignore[attr-defined]
+    _require_shape(target, source)
+    if not isinstance(source, QuantizedTensor) or source.format != target.format:
+        what = f"a tensor stored as '{source.format}'" if isinstance(source, QuantizedTensor) else "a dense tensor"
+        raise RuntimeError(
+            f"copy_ of {what} to a parameter of shape {tuple(target.shape)} stored as '{target.format}' would round it, "
+            f"and small changes would be lost without a word (an average would not move). Average with "
+            f"masterless.AveragedModel; load checkpoints in the format they were saved in; to round on "
+            f"purpose call parameter.encode_(tensor)"
+        )
+    for name, tensor in target.stored.tensors.items():
+        tensor.copy_(source.stored.tensors[name])
+    return _mark_changed(target)
+
+
+def _require_shape(target: Tensor, source: Tensor) -> None:
     if target.shape != source.shape:
         raise ValueError(f"cannot copy a tensor of shape {tuple(source.shape)} to one of shape {tuple(target.shape)}")
-    if isinstance(source, QuantizedTensor) and source.format == target.format:
-        for name, tensor in target.stored.tensors.items():
-            tensor.copy_(source.stored.tensors[name])
-    else:
-        if isinstance(source, QuantizedTensor):
-            dense = source.stored.decode()
-        else:
-            dense = source.decode() if isinstance(source, StoredTensor) else source
-        _require_finite(dense)
-        target.stored.encode_(dense.to(target.device))
-    return _mark_changed(target)
 
 
 def _zero_(func: Any, q: QuantizedTensor) -> QuantizedTensor:
