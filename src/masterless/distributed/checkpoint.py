@@ -34,7 +34,7 @@ from masterless.optim.state_dict import COUNTERS
 from masterless.sharding.place import Place
 from masterless.tensor.pieces import piece
 from masterless.tensor.quantized import QuantizedTensor, local_of
-from masterless.tensor.state import FORMAT, joined, names_in
+from masterless.tensor.state import joined, names_in
 
 _NAME = re.compile(r"step-(\d+)")
 
@@ -51,9 +51,9 @@ def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     ['0.bias', '0.weight.codes', '0.weight.scale']
     """
     plain: dict[str, Any] = {}
-    formats = {f"{name}.{FORMAT}" for name in names_in(state_dict)}  # `load` compares shapes and dtypes instead
+    described = set(names_in(state_dict))  # in parts already; `load` compares their shapes and dtypes
     for name, value in state_dict.items():
-        if name in formats:
+        if name in described:
             continue
         local = local_of(value) if isinstance(value, Tensor) else value
         if not isinstance(local, QuantizedTensor):

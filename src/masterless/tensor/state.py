@@ -2,8 +2,10 @@
 
 Contract:
     * ``state_dict()`` holds a quantized parameter ``w`` as the tensors that store it, ``w.codes``, ``w.scale`` (and
-      ``w.hidden``, ``w.master``), shared with the parameter, and as ``w.format``: format, shape and dtype, JSON text in
-      a uint8 tensor. Whatever saves tensors by name can save it: torch, safetensors, transformers, accelerate.
+      ``w.hidden``, ``w.master``), shared with the parameter, and under its own name ``w`` what they are: format, shape
+      and dtype, JSON text in a uint8 vector. Whatever saves tensors by name can save it: torch, safetensors,
+      transformers, accelerate. Whatever loads it into a dense model finds a vector where a matrix should be, and says
+      so: also ``strict=False``, and transformers without our plug-in.
     * ``load_state_dict`` puts the parts together and copies bytes. It is exact or refused: a dense tensor for a
       quantized parameter, another format, a dense model, parts that are missing or were cast are errors with a remedy,
       also under ``strict=False``. Nothing is rounded.
@@ -27,7 +29,6 @@ from masterless.formats.storage import Storage, tensor_specs
 from masterless.tensor.quantized import QuantizedTensor, local_of
 
 PARTS = ("codes", "scale", "hidden", "master")
-FORMAT = "format"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Description:
 def split(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
     """The plain tensors under which a state dict holds a quantized parameter; they share its memory."""
     parts = {f"{name}.{part}": tensor for part, tensor in q.stored.tensors.items()}
-    return {**parts, f"{name}.{FORMAT}": _described(q)}
+    return {name: _described(q), **parts}
 
 
 def _described(q: QuantizedTensor) -> Tensor:
@@ -75,20 +76,22 @@ def _described(q: QuantizedTensor) -> Tensor:
 
 def names_in(state_dict: Mapping[str, Any]) -> list[str]:
     """The names of the parameters that a state dict holds in parts."""
-    ends = (f".{FORMAT}", ".codes")
-    both = [name.rpartition(".")[0] for name in state_dict if name.endswith(ends)]
-    return [name for name in dict.fromkeys(both) if all(f"{name}{end}" in state_dict for end in ends)]
+    with_codes = (key.removesuffix(".codes") for key in state_dict if key.endswith(".codes"))
+    return [name for name in with_codes if _describes(state_dict.get(name))]
+
+
+def _describes(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1 and type(value) is Tensor
 
 
 def describe(state_dict: Mapping[str, Tensor], name: str) -> Description:
     """What a state dict says of the parameter `name`, which it holds in parts."""
-    tensor = state_dict[f"{name}.{FORMAT}"]
     try:
-        return Description.parse(bytes(tensor.detach().cpu().to(torch.uint8).tolist()).decode())
+        return Description.parse(bytes(state_dict[name].cpu().tolist()).decode())
     except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
         raise ValueError(
-            f"{name}.{FORMAT} does not say how {name!r} is stored ({error}); the state dict is damaged or was converted "
-            f"on the way: load it as it was saved"
+            f"the state dict holds {name!r} in parts and does not say in which format ({error}); it is damaged or was "
+            f"converted on the way: load it as it was saved"
         ) from error
 
 
@@ -114,10 +117,9 @@ def joined(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in state_dict.items():
         name, _, part = key.rpartition(".")
-        if name in whole and part in (*PARTS, FORMAT):
-            if name not in result:
-                result[name] = join(state_dict, name)
-        else:
+        if key in whole:
+            result[key] = join(state_dict, key)
+        elif name not in whole or part not in PARTS:
             result[key] = value
     return result
 
@@ -188,11 +190,11 @@ def _load(
             except ValueError as error:
                 errors.append(str(error))
                 value = p
-            for part in (*PARTS, FORMAT):
+            for part in PARTS:
                 state_dict.pop(f"{name}.{part}", None)
         elif value is None and isinstance(local, QuantizedTensor):
             # By the names that a file has: whoever removed tied tensors from it looks for these.
-            missing.extend(f"{name}.{part}" for part in (*local.stored.tensors, FORMAT))
+            missing.extend((name, *(f"{name}.{part}" for part in local.stored.tensors)))
             value = p
         if value is None:
             continue
