@@ -5,7 +5,6 @@ from masterless.formats import Format, FormatError
 from masterless.formats import parse as parse_format
 from masterless.insight import memory, staleness
 from masterless.insight.monitor import Monitor
-from masterless.integrations.averaging import AveragedModel
 from masterless.optim import (
     SGD,
     AdaBelief,
@@ -22,6 +21,7 @@ from masterless.optim.backward import step_in_backward
 from masterless.optim.presets import PRESETS, prepare
 from masterless.tensor.quantize import dequantize_, quantize_
 from masterless.tensor.quantized import QuantizedTensor
+from masterless.integrations.averaging import AveragedModel  # isort: skip  (registers itself with `quantize_`)
 
 __version__ = "0.1.0"
 

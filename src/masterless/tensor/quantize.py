@@ -8,13 +8,13 @@ Contract:
       ``[in, out]``: a row, and so a scale, belongs to one input and runs along the outputs.
     * A parameter shared by several modules is quantized once and stays shared.
     * `quantize_` replaces parameters: build the optimizer afterwards. What was dense is released, also if it was part
-      of a memory-mapped file that other parameters still use: those get memory of their own.
+      of a memory-mapped file that other parameters still use: those get memory of their own (`tensor.mapped`).
     * A quantized parameter is in the model's state dict in parts, with its format (`tensor.state`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import takewhile
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from masterless.formats import Format
 from masterless.formats.layout import MIN_ROW, is_matrix_like
 from masterless.tensor import state
+from masterless.tensor.mapped import unmap_
 from masterless.tensor.quantized import QuantizedTensor, as_weight
 
 Selector = str | type[nn.Module]
@@ -33,6 +34,11 @@ Selector = str | type[nn.Module]
 _HEADS = {"head", "lm_head", "classifier", "score", "embed_out", "unembed"}
 _ROUTERS = {"router", "gate"}
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+
+
+# What other libraries want to know of their models (`masterless.integrations`).
+AFTER_QUANTIZING: list[Callable[[nn.Module], None]] = []
+AFTER_DEQUANTIZING: list[Callable[[nn.Module], None]] = []
 
 
 @dataclass(frozen=True)
@@ -125,8 +131,7 @@ def quantize_(
         select = _Like(model, like)
     report = QuantizationReport()
     done: dict[int, Tensor] = {}
-    released: list[Tensor] = []
-    for name, module, key, p in _owned_parameters(model):
+    for name, module, key, p in owned_parameters(model):
         if id(p) in done:
             replace_parameter(module, key, done[id(p)])
             continue
@@ -135,12 +140,14 @@ def quantize_(
         if chosen is not None:
             new = nn.Parameter(QuantizedTensor.from_dense(p.detach(), chosen), requires_grad=p.requires_grad)
             replace_parameter(module, key, new)
-            released.append(p)
         done[id(p)] = new
         dense = p.numel() * p.itemsize
         stored = new.nbytes if isinstance(new, QuantizedTensor) else dense
         report.decisions.append(Decision(name, tuple(p.shape), str(chosen) if chosen else None, reason, dense, stored))
-    _part_from(model, released)
+    if report.quantized:
+        unmap_(t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, QuantizedTensor))
+    for callback in AFTER_QUANTIZING:
+        callback(model)
     return report
 
 
@@ -204,7 +211,7 @@ class _Like(Selection):
     def __init__(self, model: nn.Module, state_dict: Mapping[str, Any]) -> None:
         found = {name: value for name, value in state.joined(state_dict).items() if isinstance(value, QuantizedTensor)}
         self.formats = {name: value.format for name, value in found.items()}
-        places = {name: p for name, _, _, p in _owned_parameters(model)}
+        places = {name: p for name, _, _, p in owned_parameters(model)}
         foreign = sorted(set(self.formats) - set(places))
         if foreign:
             raise ValueError(
@@ -228,29 +235,20 @@ class _Like(Selection):
         return format, "as in the state dict"
 
 
-def _part_from(model: nn.Module, released: Sequence[Tensor]) -> None:
-    """Gives dense tensors that share memory with released ones (a mapped checkpoint file) memory of their own."""
-    shared = {p.untyped_storage().data_ptr() for p in released if p.device.type != "meta"} - {0}
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if isinstance(tensor, QuantizedTensor) or hasattr(tensor, "_local_tensor") or tensor.device.type == "meta":
-                continue
-            if tensor.untyped_storage().data_ptr() in shared:
-                tensor.data = tensor.detach().clone()
-
-
 def dequantize_(model: nn.Module) -> nn.Module:
     """Turns every quantized parameter of a model back into a dense one (of what the forward pass saw), in place."""
     done: dict[int, nn.Parameter] = {}
-    for _, module, key, p in _owned_parameters(model):
+    for _, module, key, p in owned_parameters(model):
         if isinstance(p, QuantizedTensor):
             if id(p) not in done:
                 done[id(p)] = nn.Parameter(p.detach().dequantize().detach(), requires_grad=p.requires_grad)
             module._parameters[key] = done[id(p)]
+    for callback in AFTER_DEQUANTIZING:
+        callback(model)
     return model
 
 
-def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Every place that holds a parameter (a shared one comes up several times): name, module, key, parameter."""
     for prefix, module in model.named_modules(remove_duplicate=True):
         for key, p in list(module._parameters.items()):
@@ -268,7 +266,7 @@ def _selected(name: str, module: nn.Module, selectors: Sequence[Selector]) -> bo
 
 def _check_selectors(model: nn.Module, arguments: Mapping[str, Sequence[Selector]]) -> None:
     """Raises a ValueError for a pattern or module type that selects nothing: most likely it is misspelt."""
-    places = list(_owned_parameters(model))
+    places = list(owned_parameters(model))
     for argument, selectors in arguments.items():
         _selected("", model, selectors)  # a bare pattern, which would be taken letter by letter, is refused there
         for selector in selectors:
