@@ -165,7 +165,9 @@ def test_damaged_and_converted_parts_are_refused():
     refused(mlp("int4+4", seed=1), averaged, r"does not say in which format", strict=False)
     garbled = {**state, "0.weight": torch.zeros(9, dtype=torch.uint8)}
     refused(mlp("int4+4", seed=1), garbled, r"'0.weight' in parts and does not say in which format", strict=False)
-    lie = torch.frombuffer(bytearray(b'{"format": "int4", "shape": [20000, 20000], "dtype": "float32"}'), dtype=torch.uint8)
+    lie = torch.frombuffer(
+        bytearray(b'{"format": "int4", "shape": [20000, 20000], "dtype": "float32"}'), dtype=torch.uint8
+    )
     refused(mlp("int4", seed=1), {**mlp("int4").state_dict(), "0.weight": lie}, r"takes a tensor 0.weight.codes")
 
 

@@ -21,6 +21,7 @@ from masterless.optim.backward import step_in_backward
 from masterless.optim.presets import PRESETS, prepare
 from masterless.tensor.quantize import dequantize_, quantize_
 from masterless.tensor.quantized import QuantizedTensor
+
 from masterless.integrations.averaging import AveragedModel  # isort: skip  (registers itself with `quantize_`)
 
 __version__ = "0.1.0"

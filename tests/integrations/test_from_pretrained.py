@@ -5,10 +5,6 @@ import json
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 from safetensors.torch import load_file, save_file
 from tiny import IDS, MODELS, differences, llama, moe
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -52,7 +48,10 @@ def test_a_folder_is_made_of_plain_tensors_and_says_its_method(tmp_path):
     }
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert {key for key in tensors if key.startswith(name)} == {name, *(f"{name}.{p}" for p in ("codes", "hidden", "scale"))}
+    assert {key for key in tensors if key.startswith(name)} == {
+        name,
+        *(f"{name}.{p}" for p in ("codes", "hidden", "scale")),
+    }
     assert json.loads(bytes(tensors[name].tolist()))["format"] == "int4+4"
 
 

@@ -9,7 +9,9 @@ from masterless.tensor import quantize
 
 def _is_of_transformers(model: nn.Module) -> bool:
     # By name: a model of transformers comes with transformers, nobody else pays for importing it.
-    return any(t.__name__ == "PreTrainedModel" and t.__module__.startswith("transformers.") for t in type(model).__mro__)
+    return any(
+        t.__name__ == "PreTrainedModel" and t.__module__.startswith("transformers.") for t in type(model).__mro__
+    )
 
 
 def _after_quantizing(model: nn.Module) -> None:

@@ -93,7 +93,7 @@ def _averaged(model: nn.Module, use_buffers: bool) -> list[Tensor]:
 
 def _value(p: Tensor) -> Tensor:
     """What a parameter stands for, hidden bits included: fp32 if it is quantized."""
-    return p.detach().stored.decode() if isinstance(p, QuantizedTensor) else p.detach()
+    return p.stored.decode() if isinstance(p, QuantizedTensor) else p.detach()
 
 
 def _literal(name: str) -> str:

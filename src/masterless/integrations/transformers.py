@@ -6,8 +6,8 @@
 Importing this module registers the quantization method "masterless" with transformers.
 
 Contract:
-    * `from_pretrained` turns each tensor into codes as it is read: the dense model never exists whole. What is quantized
-      is what `quantize_` would quantize; the config takes its `include`, `exclude` and `rules`.
+    * `from_pretrained` turns each tensor into codes as it is read: the dense model never exists whole. Chosen is
+      what `quantize_` would quantize; the config takes its `include`, `exclude` and `rules`.
     * `save_pretrained` writes the stored tensors and their formats under the names that the model has in memory, and
       `from_pretrained` of that folder gives the same bytes, hidden bits included; nothing is encoded anew.
     * A model that `quantize_` or `prepare` has quantized is saved likewise.
@@ -134,9 +134,7 @@ class MasterlessQuantizer(HfQuantizer):
         if self.pre_quantized:
             self.stored = _stored_names(checkpoint_files or [])
         else:
-            select = Selection(
-                model, config.format, include=config.include, exclude=config.exclude, rules=config.rules
-            )
+            select = Selection(model, config.format, include=config.include, exclude=config.exclude, rules=config.rules)
             chosen = {name: select(name, module, p)[0] for name, module, _, p in owned_parameters(model)}
             self.formats = {name: format for name, format in chosen.items() if format is not None}
         return model
@@ -196,7 +194,10 @@ class _Quantize(ConversionOps):
     def __init__(self, hf_quantizer: MasterlessQuantizer) -> None:
         self.hf_quantizer = hf_quantizer
 
-    def convert(self, input_dict: dict[str, Any], full_layer_name: str | None = None, **kwargs: Any) -> dict[str, Any]:
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], full_layer_name: str | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The parameter by its full name."""
         formats = self.hf_quantizer.formats
         converted: dict[str, Any] = {}
         for name, value in input_dict.items():
@@ -214,9 +215,10 @@ class _Join(ConversionOps):
     def __init__(self, hf_quantizer: MasterlessQuantizer) -> None:
         self.hf_quantizer = hf_quantizer
 
-    def convert(
+    def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], full_layer_name: str | None = None, model: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
+        """The parameter by its full name."""
         assert full_layer_name is not None
         parts = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
         kind = full_layer_name.rpartition(".")[2]
@@ -241,10 +243,14 @@ def _stored_names(files: Sequence[str]) -> list[str]:
     keys: set[str] = set()
     for path in files:
         if not str(path).endswith(".safetensors"):
-            raise ValueError(f"{path}: a masterless checkpoint is a safetensors file; save it again with save_pretrained")
+            raise ValueError(
+                f"{path}: a masterless checkpoint is a safetensors file; save it again with save_pretrained"
+            )
         with safe_open(path, framework="pt") as file:
             keys.update(file.keys())
-    return sorted(name for name in (key.removesuffix(".codes") for key in keys if key.endswith(".codes")) if name in keys)
+    return sorted(
+        name for name in (key.removesuffix(".codes") for key in keys if key.endswith(".codes")) if name in keys
+    )
 
 
 # --- models that are quantized already -------------------------------------------------------------------------
@@ -299,7 +305,7 @@ def release(model: Any) -> None:
 
 
 class PresetOptimizer:
-    """The optimizer of a preset for Trainer: ``optimizer_cls_and_kwargs=(PresetOptimizer, {"preset": ..., "lr": ...})``.
+    """The optimizer of a preset for Trainer, as ``optimizer_cls_and_kwargs=(PresetOptimizer, {"preset": ..., ...})``.
 
     Trainer calls it with the model once that is in its place. See `masterless.prepare` for the arguments.
     """

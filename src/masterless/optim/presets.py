@@ -169,7 +169,7 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     named = list(model.named_parameters())
     matrices = [(name, p) for name, p in named if p.dim() > 1]
     vectors = [(name, p) for name, p in named if p.dim() <= 1]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
@@ -184,8 +184,8 @@ def _refuse_dtypes(model: nn.Module) -> None:
 
 def _refuse_other_formats(model: nn.Module, preset: Preset) -> None:
     wanted = None if preset.weights is None else as_weight(preset.weights)
-    for name, p in model.named_parameters():
-        p = local_of(p)
+    for name, whole in model.named_parameters():
+        p = local_of(whole)
         if isinstance(p, QuantizedTensor) and p.format != wanted:
             raise ValueError(
                 f"parameter {name!r} is already stored as '{p.format}' and preset {preset.name!r} is for "

@@ -40,6 +40,7 @@ def empty_storage(format: Format, shape: Sequence[int], device: torch.device) ->
 
 
 def refuse_tensor_scale(format: Format, shape: Sequence[int]) -> None:
+    """Raises a ValueError for a tensor with a single scale: it has no pieces."""
     if format.scaled and format.granularity == "tensor":
         raise ValueError(
             f"format '{format}': one scale for a whole tensor of shape {tuple(shape)} cannot be cut along dimension 0, "

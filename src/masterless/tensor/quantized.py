@@ -63,6 +63,13 @@ class QuantizedTensor(StoredTensor):
         cls, storage: Storage, dtype: torch.dtype = torch.float32, requires_grad: bool = False
     ) -> QuantizedTensor:
         """Wraps a storage."""
+        if not isinstance(storage, Storage):
+            # accelerate's offloading, for one, makes a parameter anew from its class and whatever it holds.
+            raise TypeError(
+                f"a QuantizedTensor is made from a Storage, not from a {type(storage).__name__}: call "
+                f"QuantizedTensor.from_dense(tensor, format). Tools that rebuild parameters by their class "
+                f"(accelerate's cpu_offload and disk_offload) cannot move quantized ones: leave the model on its device"
+            )
         device = next(iter(storage.tensors.values())).device
         tensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, storage.shape, dtype=dtype, device=device, requires_grad=requires_grad
@@ -99,6 +106,7 @@ class QuantizedTensor(StoredTensor):
             dense = dense.decode()
         _require_finite(dense)
         self.stored.encode_(dense.to(self.device))
+        torch.autograd.graph.increment_version(self)  # views of it count together, which the codes do not
         return _mark_changed(self)
 
     @property
@@ -159,7 +167,7 @@ class QuantizedTensor(StoredTensor):
                 tensor.share_memory_()
             return args[0]
         if func is Tensor.copy_ and isinstance(args[0], torch.nn.Parameter) and not isinstance(args[0], StoredTensor):
-            # What loading a checkpoint of quantized tensors into a dense model does: the model would be taken for exact.
+            # What loading quantized tensors into a dense model does: it would be taken for exact.
             raise RuntimeError(
                 f"copy_ of a tensor stored as '{args[1].format}' to a dense parameter of shape {tuple(args[0].shape)}: "
                 f"what is quantized later would be rounded anew, hidden bits would be lost. Quantize the model first "
@@ -236,7 +244,9 @@ def _to_copy(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> Quanti
 
 
 def _empty_like(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
-    return QuantizedTensor(empty_storage(q.format, q.shape, kwargs.get("device") or q.device), kwargs.get("dtype") or q.dtype)
+    return QuantizedTensor(
+        empty_storage(q.format, q.shape, kwargs.get("device") or q.device), kwargs.get("dtype") or q.dtype
+    )
 
 
 def _require_finite(dense: Tensor) -> None:
@@ -251,8 +261,8 @@ def _copy_(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any)
     if not isinstance(source, QuantizedTensor) or source.format != target.format:
         what = f"a tensor stored as '{source.format}'" if isinstance(source, QuantizedTensor) else "a dense tensor"
         raise RuntimeError(
-            f"copy_ of {what} to a parameter of shape {tuple(target.shape)} stored as '{target.format}' would round it, "
-            f"and small changes would be lost without a word (an average would not move). Average with "
+            f"copy_ of {what} to a parameter of shape {tuple(target.shape)} stored as '{target.format}' would round "
+            f"it, and small changes would be lost without a word (an average would not move). Average with "
             f"masterless.AveragedModel; load checkpoints in the format they were saved in; to round on "
             f"purpose call parameter.encode_(tensor)"
         )

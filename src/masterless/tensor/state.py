@@ -105,8 +105,8 @@ def join(state_dict: Mapping[str, Tensor], name: str) -> QuantizedTensor:
         found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
         if found != (tuple(size), dtype):
             raise ValueError(
-                f"{name!r} is stored as '{about.format}', which takes a tensor {name}.{part} of shape {tuple(size)} and "
-                f"{dtype}, and the state dict has {found or 'none'}; load it as it was saved, without casting it"
+                f"{name!r} is stored as '{about.format}', which takes a tensor {name}.{part} of shape {tuple(size)} "
+                f"and {dtype}, and the state dict has {found or 'none'}; load it as it was saved, without casting it"
             )
     return QuantizedTensor(Storage(about.format, about.shape, parts), about.dtype)  # type: ignore[arg-type]
 
@@ -198,10 +198,10 @@ def _load(
             value = p
         if value is None:
             continue
-        error = _mismatch(name, local, local_of(value))
-        if error:
-            errors.append(error)
-        state_dict[name] = p if error else value
+        reason = _mismatch(name, local, local_of(value))
+        if reason:
+            errors.append(reason)
+        state_dict[name] = p if reason else value
 
 
 def _mismatch(name: str, own: Tensor, found: Tensor) -> str:
@@ -221,8 +221,8 @@ def _mismatch(name: str, own: Tensor, found: Tensor) -> str:
         )
     if isinstance(found, QuantizedTensor):
         return (
-            f"{name!r} is stored as '{found.format}' in the state dict and dense in the model. Quantize the model as the "
-            f"state dict is before loading: quantize_(model, like=state_dict); dequantize_(model) afterwards if it is "
+            f"{name!r} is stored as '{found.format}' in the state dict and dense in the model. Quantize the model as "
+            f"the state dict is before loading: quantize_(model, like=state_dict); dequantize_(model) afterwards if it is "
             f"to be dense"
         )
     return ""
