@@ -69,7 +69,7 @@ class Adafactor(LowBitOptimizer):
             },
         )
 
-    def rule(self, group: dict[str, Any]) -> Rule:
+    def rule(self, group: dict[str, Any], compensated: bool = False) -> Rule:
         """Adafactor."""
         return RULES["adafactor"]
 

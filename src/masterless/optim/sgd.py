@@ -62,7 +62,7 @@ class SGD(LowBitOptimizer):
             },
         )
 
-    def rule(self, group: dict[str, Any]) -> Rule:
+    def rule(self, group: dict[str, Any], compensated: bool = False) -> Rule:
         """SGD or its Nesterov form."""
         return RULES["sgd_nesterov" if group["nesterov"] else "sgd"]
 
@@ -130,7 +130,7 @@ class RMSprop(LowBitOptimizer):
             },
         )
 
-    def rule(self, group: dict[str, Any]) -> Rule:
+    def rule(self, group: dict[str, Any], compensated: bool = False) -> Rule:
         """RMSprop."""
         return RULES["rmsprop"]
 
@@ -175,7 +175,7 @@ class Lion(LowBitOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "exp_avg": exp_avg}
         super().__init__(params, {**defaults, **common(options)})
 
-    def rule(self, group: dict[str, Any]) -> Rule:
+    def rule(self, group: dict[str, Any], compensated: bool = False) -> Rule:
         """Lion."""
         return RULES["lion"]
 

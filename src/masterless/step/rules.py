@@ -246,6 +246,17 @@ def finish_adafactor(c: Scalars, group: Mapping[str, Any], rms_weight: float, rm
     )
 
 
+def check_scalars(scalars: Scalars, group: Mapping[str, Any]) -> None:
+    """Raises a ValueError if a step's numbers are not finite: a scheduler wrote nan or infinity into the group."""
+    bad = [name for name, value in zip(Scalars._fields, scalars, strict=True) if not math.isfinite(value)]
+    if bad:
+        given = ", ".join(f"{k}={group[k]!r}" for k in ("lr", "betas", "momentum", "eps", "weight_decay") if k in group)
+        raise ValueError(
+            f"the step's {', '.join(bad)} would not be finite with {given}: rounding would turn that into finite "
+            f"garbage. Nothing has changed; look at the learning-rate schedule"
+        )
+
+
 class Rule(NamedTuple):
     """A rule as data: its mathematics, the names of its states, and whether its step has a size to invert."""
 
