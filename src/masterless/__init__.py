@@ -23,6 +23,8 @@ from masterless.step import staleness
 from masterless.tensor.quantize import dequantize_, quantize_
 from masterless.tensor.quantized import QuantizedTensor
 
+from masterless.integrations.averaging import AveragedModel  # isort: skip  (registers itself with `quantize_`)
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "Adafactor",
     "Adam",
     "AdamW",
+    "AveragedModel",
     "Format",
     "FormatError",
     "Lion",

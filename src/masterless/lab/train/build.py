@@ -12,6 +12,7 @@ from masterless.insight.memory import measure, predict_optimizer
 from masterless.lab.models import GPT, GPTConfig
 from masterless.optim import LowBitOptimizer
 from masterless.tensor.quantize import quantize_
+from masterless.tensor.state import joined, load_rounded_
 
 from .config import ConfigError, RunConfig
 from .corpus import Corpus, CorpusError, stdlib_corpus, text_corpus
@@ -114,8 +115,8 @@ def load_initial(model: GPT, path: Path) -> None:
     """Takes the weights of a checkpoint or a state dict; formats are converted."""
     from .run_files import load_weights
 
-    weights = load_weights(path)
-    own = model.state_dict()
+    weights = joined(load_weights(path))
+    own = model.state_dict(keep_vars=True)
     missing = [name for name in own if name not in weights]
     foreign = [name for name in weights if name not in own]
     different = [name for name in own if name in weights and weights[name].shape != own[name].shape]
@@ -126,7 +127,7 @@ def load_initial(model: GPT, path: Path) -> None:
         raise ConfigError(
             f"{path}: weights of another model, {name} {kind}; match the model's options to the checkpoint"
         )
-    model.load_state_dict(weights)
+    load_rounded_(model, weights)
 
 
 def is_inner(name: str, p: torch.Tensor) -> bool:
