@@ -6,7 +6,7 @@ A case is a copy of a good file (a checkpoint, a run directory, safetensors, a c
 plan's input, results) with one file of it damaged or, with correct checksums, forged. Readers run in a process of their
 own. A finding is anything but success or a one-line ValueError or OSError, which the command line prints with exit code
 2: another exception, a signal, a case that takes longer than 20 s, memory beyond 64 MB and 32 times the files, and a
-damaged checkpoint that loads as something else than what was saved. Ends with a table; exit code 1 if anything was found.
+damaged checkpoint that loads as something else than what was saved. Ends with a table; exit code 1 if any was found.
 """
 
 from __future__ import annotations
@@ -460,7 +460,8 @@ def main() -> None:
         for name, counts in result["targets"].items():
             print(f"{name:24} " + ", ".join(f"{count} {end}" for end, count in sorted(counts.items())))
         print(
-            f"{result['cases']} cases, slowest {result['slowest']} s, at most {result['largest_extra'] >> 20} MB more memory"
+            f"{result['cases']} cases, slowest {result['slowest']} s, "
+            f"at most {result['largest_extra'] >> 20} MB more memory"
         )
         for finding in result["findings"]:
             print("FOUND", json.dumps(finding))

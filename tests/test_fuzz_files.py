@@ -1,4 +1,4 @@
-"""A seeded, bounded run of ``benchmarks/fuzz_files.py``: whatever a file holds, reading it ends well or with an error."""
+"""A seeded, bounded run of ``benchmarks/fuzz_files.py``: whatever a file holds, reading it ends in good order."""
 
 from __future__ import annotations
 
