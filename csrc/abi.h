@@ -38,6 +38,12 @@ enum MlRule : int32_t {
     ML_SGD_NESTEROV = 5,
     ML_LION = 6,
     ML_ADAFACTOR = 7,
+    // With the momentum in units of the weight: these come last.
+    ML_ADAM_WEIGHT_UNITS = 8,
+    ML_RMSPROP_WEIGHT_UNITS = 9,
+    ML_SGD_WEIGHT_UNITS = 10,
+    ML_SGD_NESTEROV_WEIGHT_UNITS = 11,
+    ML_ADAFACTOR_WEIGHT_UNITS = 12,
 };
 
 // One stored tensor: a weight, a first or a second moment.
@@ -99,7 +105,7 @@ struct MlTask {
     int32_t adafactor_without_buffer;
     float step_size, decay, l2, keep1, rate1, keep2, rate2, bias2, eps, clip, inject;
     double adafactor_step_size;  // before the weight's RMS is known
-    double adafactor_inject;
+    double adafactor_rate1;      // likewise; 0 unless the momentum is in units of the weight
     double adafactor_min_rms;
     double adafactor_clip_threshold;
     int64_t bad;  // out: gradient elements that are not finite (or whose square is not)

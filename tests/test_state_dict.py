@@ -123,7 +123,7 @@ def test_states_keep_their_own_dtypes_beside_bf16_parameters():
 
 def test_a_version_number_is_in_it():
     params = parameters()
-    assert build("int4/log2", params).state_dict()["param_groups"][0]["masterless_version"] == 1
+    assert build("int4/log2", params).state_dict()["param_groups"][0]["masterless_version"] == 2
 
 
 def test_a_fresh_optimizers_dict_loads():

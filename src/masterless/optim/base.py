@@ -25,10 +25,10 @@ from masterless.formats.layout import is_matrix_like
 from masterless.formats.rounding import check_rounding
 from masterless.formats.scaling import POLICIES
 from masterless.formats.storage import Storage, tensor_specs
-from masterless.optim import resets, stepping
+from masterless.optim import resets, stepping, units
 from masterless.optim import state_dict as checkpoint
 from masterless.step import dispatch as ops
-from masterless.step.rules import Rule, check_next_lr
+from masterless.step.rules import Rule
 from masterless.tensor.quantized import local_of, weight_storage
 
 COMMON_DEFAULTS: dict[str, Any] = {
@@ -37,7 +37,6 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "weight_rounding": "stochastic",
     "error_compensation": True,
     "scale_policy": "held",
-    "next_lr": None,
     "quantize": "matrices",
     "nonfinite": "raise",
     "reset": None,
@@ -89,8 +88,8 @@ class LowBitOptimizer(Optimizer):
 
     # --- what a subclass says -----------------------------------------------------------------------------
 
-    def rule(self, group: dict[str, Any]) -> Rule:
-        """The rule that updates this group."""
+    def rule(self, group: dict[str, Any], compensated: bool = False) -> Rule:
+        """The rule that updates the group's parameters: those with error compensation, or the others."""
         raise NotImplementedError
 
     def momentum(self, group: dict[str, Any]) -> float:
@@ -132,7 +131,6 @@ class LowBitOptimizer(Optimizer):
         if isinstance(lr, Tensor):
             require(lr.numel() == 1, "lr", lr, "a tensor learning rate must have one element")
         require(float(lr) >= 0.0, "lr", lr, "the learning rate must not be negative")
-        check_next_lr(group["next_lr"])
         require(group["weight_decay"] >= 0.0, "weight_decay", group["weight_decay"], "must not be negative")
         self.check_hyperparameters(group)
         if self.first_name:
@@ -180,12 +178,11 @@ class LowBitOptimizer(Optimizer):
         self._warn_of_losses(storage.format, group)
         if not group["error_compensation"]:
             return
-        name, rule = type(self).__name__, self.rule(group)
+        name, rule = type(self).__name__, self.rule(group, compensated=True)
         if not rule.compensable:
             raise ValueError(
-                f"{name} cannot compensate the rounding error of a parameter stored as '{storage.format}': its step "
-                f"is a sign, which no change of the momentum can make larger or smaller by a given error; pass "
-                f"error_compensation=False (with hidden bits, e.g. 'int4+4', little is lost)"
+                f"{name} cannot compensate the rounding error of a parameter stored as '{storage.format}': "
+                f"{rule.obstacle}"
             )
         if not self.has_momentum(group):
             raise ValueError(
@@ -238,6 +235,7 @@ class LowBitOptimizer(Optimizer):
         state = self.state[p]
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
+            units.mark(self, group, p, state)
         if local_of(p) is not p:
             from masterless.sharding import place as sharding
 
@@ -298,8 +296,6 @@ class LowBitOptimizer(Optimizer):
     @torch.no_grad()
     def step_parameters(self, parameters: Iterable[tuple[dict[str, Any], Tensor, str]]) -> None:
         """Steps some of the parameters, given as `parameters` yields them; those without a gradient stay."""
-        for group in self.param_groups:
-            check_next_lr(group["next_lr"])  # here, too, before anything is counted: schedules write into the group
         parameters = list(parameters)
         bad = stepping.step(self, parameters)
         if not bad:

@@ -17,7 +17,6 @@ class Options(TypedDict, total=False):
         weight_rounding: how weights stored in bf16 or quantized are rounded: "stochastic" or "nearest".
         error_compensation: what rounding a quantized weight loses is injected into the momentum (ECO).
         scale_policy: of quantized weights: "held" or "recompute".
-        next_lr: the next step's learning rate, if known: error compensation then aims at it instead of this one's.
         quantize: which parameters get low-bit states: "matrices", or "all" (vectors and narrow matrices too).
         nonfinite: on NaN or infinite gradients: "raise" after the step, or "skip" the tile and only count.
         reset: when second moments that stall are restarted: None (never), "auto" (the predicted period, where one is
@@ -35,7 +34,6 @@ class Options(TypedDict, total=False):
     weight_rounding: str
     error_compensation: bool
     scale_policy: str
-    next_lr: float | None
     quantize: str
     nonfinite: str
     reset: str | int | None

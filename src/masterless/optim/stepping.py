@@ -31,7 +31,7 @@ from masterless.formats import parse
 from masterless.formats.rounding import PURPOSES, parameter_id, stream_key, stream_keys
 from masterless.formats.scaling import FROZEN
 from masterless.formats.storage import Storage
-from masterless.optim import resets
+from masterless.optim import resets, units
 from masterless.step import dispatch as ops
 from masterless.step.reference import Task
 from masterless.step.rules import Scalars
@@ -159,10 +159,14 @@ def _scale_policy(group: dict[str, Any], scalars: Scalars) -> str:
 def _task(optimizer: LowBitOptimizer, live: Live, copies: list[tuple[Tensor, Tensor]]) -> Task:
     """One parameter's step. A weight that is not contiguous is stepped in a copy, noted in `copies`."""
     (group, p, name), grad, state = live.members[0], live.grads[0], live.states[0]
-    local, rule = local_of(p), optimizer.rule(group)
+    local = local_of(p)
     states = optimizer.state_storage(p, group)
     weight = weight_storage(p)
-    lossy = weight is not None and not weight.format.master
+    compensated = resets.carries_residue(p, group)
+    rule = optimizer.rule(group, compensated)
+    if compensated and not rule.compensable:
+        raise ValueError(f"{type(optimizer).__name__} cannot compensate the rounding error of {name}: {rule.obstacle}")
+    units.align(optimizer, group, p, state, states)
     if weight is None:
         values = local.detach()
         if not values.is_contiguous():
@@ -194,7 +198,7 @@ def _task(optimizer: LowBitOptimizer, live: Live, copies: list[tuple[Tensor, Ten
         second=states.get(optimizer.second_name) if optimizer.second_name else None,
         rounding=rounding,
         keys={purpose: stream_key(group["seed"], count, identity, purpose) for purpose in PURPOSES},
-        inject=lossy and bool(group["error_compensation"]),
+        inject=compensated,
         maximize=group["maximize"],
         scale_policy=_scale_policy(group, scalars),
         **place,
@@ -222,6 +226,7 @@ class Prepared:
     evidence: list[Any]
     counter: Any  # a memoryview of ``state["step"]``: hundreds of tensor additions outlast the kernel
     identity: int  # of the random bits
+    compensated: bool
     row: bytes
 
 
@@ -234,7 +239,7 @@ class Batch:
     identities: NDArray[np.uint64]
     rows: bytes
     has_resets: bool  # whether a moment of any parameter is younger than the parameter
-    is_uniform: bool  # all are of one group, and none has resets
+    is_uniform: bool  # all are of one group and one rule, and none has resets
 
 
 def _evidence(optimizer: LowBitOptimizer, live: Live) -> list[Any] | None:
@@ -264,6 +269,7 @@ def _settings(optimizer: LowBitOptimizer, group: dict[str, Any]) -> tuple[Any, .
     """What of a group's options goes into a description. Hyperparameters that a schedule changes do not."""
     return (
         optimizer.rule(group),
+        optimizer.rule(group, compensated=True),
         optimizer.has_momentum(group),
         optimizer.first_name and group[optimizer.first_name],
         optimizer.second_name and group[optimizer.second_name],
@@ -286,7 +292,7 @@ def _prepare(optimizer: LowBitOptimizer, live: Live, task: Task) -> Prepared | N
     if evidence is None:
         return None
     counter = memoryview(live.states[0]["step"].numpy().reshape(1))
-    known = Prepared(p, name, evidence, counter, parameter_id(name), cpu.describe(task))
+    known = Prepared(p, name, evidence, counter, parameter_id(name), task.inject, cpu.describe(task))
     optimizer.prepared[id(p)] = known
     return known
 
@@ -301,6 +307,7 @@ def _still_prepared(optimizer: LowBitOptimizer, live: Live) -> list[Prepared | N
 
 
 def _batch(optimizer: LowBitOptimizer, live: Live, prepared: list[Prepared]) -> Batch:
+    kinds = {(id(group), known.compensated) for group, known in zip(live.groups, prepared, strict=True)}
     has_resets = any(key.endswith(".reset_step") for state in live.states for key in state)
     return Batch(
         evidence=_evidence(optimizer, live) if prepared else None,
@@ -308,7 +315,7 @@ def _batch(optimizer: LowBitOptimizer, live: Live, prepared: list[Prepared]) -> 
         identities=np.array([known.identity for known in prepared], dtype=np.uint64),
         rows=b"".join([known.row for known in prepared]),
         has_resets=has_resets,
-        is_uniform=not has_resets and len({*map(id, live.groups)}) == 1,
+        is_uniform=not has_resets and len(kinds) == 1,
     )
 
 
@@ -330,12 +337,14 @@ def _step_batch(optimizer: LowBitOptimizer, batch: Batch, live: Live) -> dict[st
     if batch.is_uniform and counts.count(counts[0]) == len(counts):  # then one entry speaks for all
         groups, counts = groups[:1], counts[:1]
     ages = [optimizer._local_steps(state) for state in live.states] if batch.has_resets else [(n, n) for n in counts]
-    kinds = [*zip(map(id, groups), ages, strict=True)]  # parameters of one group and one age share their scalars
+    compensated = [known.compensated for known in batch.prepared[: len(groups)]]
+    # Parameters of one group, one rule and one age share their scalars.
+    kinds = [*zip(map(id, groups), compensated, ages, strict=True)]
     different = dict(zip(kinds, groups, strict=True))
     position = {kind: i for i, kind in enumerate(different)}
     numbers = []
-    for (_, age), group in different.items():
-        rule = optimizer.rule(group)
+    for (_, with_error, age), group in different.items():
+        rule = optimizer.rule(group, with_error)
         scalars = rule.scalars(group, *age)
         numbers.append(cpu.Numbers(rule, scalars, group, _scale_policy(group, scalars)))
     seeds, steps = (np.array(column, dtype=np.uint64) for column in ([group["seed"] for group in groups], counts))

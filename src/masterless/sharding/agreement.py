@@ -80,7 +80,7 @@ class Across:
         if task.indivisible and not blocked:
             if task.second is not None and task.second.format.kind == "factored" and self.splits_matrix:
                 self.update_factored(task, None)
-            if task.rule.name == "adafactor":
+            if task.rule.finish is not None:
                 nothing = torch.zeros(0, device=device)
                 self.rms(nothing), self.rms(nothing)
         return 0

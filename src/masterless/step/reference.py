@@ -6,8 +6,10 @@ Contract, for one parameter, row by row::
     m~, v~, u, d    the rule, from g + l2 * W
     W~              = decay * W - step_size * (u / d)
     W^              = the stored weight: W~ rounded under its scale policy
-    m'              = m~ + (inject * d) * (W~ - W^)         if the error is injected
+    m'              = m~ + inject * (W~ - W^)               if the error is injected
     m', v~          encoded with new block scales
+
+    * A step that moves nothing (lr = 0) does not store the weight anew, nor a momentum in its units.
 
     * A gradient that is not finite (or whose square is not) never touches anything stored: its tile, the
       smallest run of whole chunks and whole blocks of the row, keeps every byte it had. A weight with one
@@ -31,7 +33,7 @@ from masterless.formats.layout import CHUNK
 from masterless.formats.packing import chunk_bytes
 from masterless.formats.rounding import dither
 from masterless.formats.storage import Storage, factored_estimate, sum_unit
-from masterless.step.rules import Rule, Scalars, Update, finish_adafactor
+from masterless.step.rules import Rule, Scalars, Update
 
 SLAB = 1 << 19
 
@@ -67,7 +69,12 @@ class Task:
         """Whether one bad gradient must keep the whole parameter from moving."""
         factored = self.second is not None and self.second.format.kind == "factored"
         one_scale = self.weight.format.scaled and self.weight.format.granularity == "tensor"
-        return factored or one_scale or self.rule.name == "adafactor"
+        return factored or one_scale or self.rule.finish is not None
+
+    @property
+    def keeps_first(self) -> bool:
+        """Whether the first moment stays as it is stored: in units of the weight, while nothing moves."""
+        return self.rule.units == "weight" and self.scalars.step_size == 0.0
 
     @property
     def collective(self) -> bool:
@@ -183,14 +190,13 @@ def _step_slab(task: Task, grad: Tensor, bad: Tensor, start: int, stop: int) -> 
     first = update.first
     if task.inject and first is not None:
         error = target - codec.decode(new_weight, cols, weight.format)
-        unit = c.inject if update.denominator is None else update.denominator * c.inject
-        first = first + error * unit
+        first = first + error * c.inject
 
     if task.tensor_scale is not None:
         del new_weight["scale"]
-    writes = [(weight, new_weight)]
+    writes = [] if task.scale_policy == scaling.FROZEN else [(weight, new_weight)]
     for storage, value, purpose in (
-        (task.first, first, "exp_avg"),
+        (task.first, None if task.keeps_first else first, "exp_avg"),
         (task.second, update.second, "exp_avg_sq"),
     ):
         if storage is not None and value is not None and storage.format.kind not in ("none", "factored"):
@@ -238,7 +244,7 @@ def _with_parameter_statistics(task: Task, grad: Tensor) -> Task:
     rows, cols = grad.shape
     if task.second is not None and task.second.format.kind == "factored":
         _update_factored(task, grad)
-    if task.rule.name == "adafactor":
+    if task.rule.finish is not None:
         task = replace(task, scalars=_adafactor_scalars(task, grad))
     if task.weight.format.scaled and task.weight.format.granularity == "tensor":
         peaks = [_target(task, grad[a:b], a, b)[0].abs().amax() for a, b in _slabs(rows, cols)]
@@ -305,4 +311,5 @@ def _adafactor_scalars(task: Task, grad: Tensor) -> Scalars:
             return task.across.rms(numbers(0, rows))
         return _rms(lambda: (numbers(a, b) for a, b in _slabs(rows, cols)), rows * cols)
 
-    return finish_adafactor(raw, task.group, rms(weights), rms(updates))
+    assert task.rule.finish is not None
+    return task.rule.finish(raw, task.group, rms(weights), rms(updates))

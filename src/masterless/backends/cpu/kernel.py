@@ -39,7 +39,10 @@ _ROUNDINGS = {"nearest": 0, "stochastic": 1, "stochastic-log": 2}
 _RULES = {
     name: number
     for number, name in enumerate(
-        ("adam", "adam_update_units", "adabelief", "rmsprop", "sgd", "sgd_nesterov", "lion", "adafactor")
+        (
+            *("adam", "adam_update_units", "adabelief", "rmsprop", "sgd", "sgd_nesterov", "lion", "adafactor"),
+            *(f"{name}_weight_units" for name in ("adam", "rmsprop", "sgd", "sgd_nesterov", "adafactor")),
+        )
     )
 }
 
@@ -240,9 +243,9 @@ def _constant_part(task: Task) -> bytes:
 
 
 def _adafactor_numbers(rule: Rule, scalars: Scalars, group: Mapping[str, Any]) -> tuple[float, float, float, float]:
-    if rule.name != "adafactor":
+    if rule.finish is None:
         return (0.0, 0.0, 0.0, 0.0)
-    return (scalars.step_size, scalars.inject, group["eps"][1], group["d"])
+    return (scalars.step_size, scalars.rate1, group["eps"][1], group["d"])
 
 
 def _changing_part(task: Task) -> bytes:
@@ -261,7 +264,7 @@ def _changing_part(task: Task) -> bytes:
         c.l2 != 0.0,
         task.inject,
         _POLICIES[task.scale_policy],
-        task.rule.name == "adafactor" and task.group["beta1"] == 0.0,
+        task.rule.finish is not None and task.group["beta1"] == 0.0,
         *c,
         *_adafactor_numbers(task.rule, c, task.group),
         0,
