@@ -42,6 +42,8 @@ struct Known {
 
 class Pipeline {
   public:
+    static constexpr uint32_t kLargestRoot = 0x5F7FFFFFu;  // bits of the largest float whose square is finite
+
     // `weight_scale`: the scale of a weight that has only one, once it is known. `mean_rows`: of factored second
     // moments, the mean of the row factors of every matrix.
     Pipeline(MlTask& task, Workspace& work, const Metadata* weight_scale, const float* mean_rows)
@@ -155,8 +157,6 @@ class Pipeline {
         const bool master = is_scaled(s) && s.values;
         return {s.key, plain || master || s.rounding == ML_NEAREST ? nullptr : thresholds};
     }
-
-    static constexpr uint32_t kLargestRoot = 0x5F7FFFFFu;  // bits of the largest float whose square is finite
 
     // Arrays are contiguous across rows, so what follows a span is what the next one reads.
     Upcoming after(const Span& s, const void* start, int bits, int elements) const {

@@ -14,7 +14,7 @@ from masterless.formats import codec, parse, scaling
 from masterless.formats.rounding import dither
 from masterless.insight import memory
 from masterless.optim.base import LossyUpdateWarning
-from masterless.step import reference
+from masterless.step import statistics
 from masterless.tensor.quantized import QuantizedTensor
 
 HALF_ULP = 2.0**-24  # largest relative error of one fp32 operation
@@ -279,14 +279,14 @@ CASES = [
 
 @pytest.mark.parametrize(("rule", "format", "options"), CASES, ids=lambda c: c if isinstance(c, str) else "-".join(c))
 def test_a_step_allocates_nothing_of_full_size(rule, format, options, monkeypatch):
-    monkeypatch.setattr(reference, "SLAB", 4 * 512)
+    monkeypatch.setattr(statistics, "SLAB", 4 * 512)
     p = quantized(random(64, 512), format)
     optimizer = build(rule, p, **options)
     step(optimizer, p, random(64, 512, seed=1))  # states are allocated here
     p.grad = random(64, 512, seed=2)
     with LargestAllocation() as seen:
         optimizer.step()
-    assert 0 < seen.largest <= reference.SLAB, f"{seen.where} allocated {seen.largest} elements"
+    assert 0 < seen.largest <= statistics.SLAB, f"{seen.where} allocated {seen.largest} elements"
 
 
 # --- refusals, warnings, master weights ---------------------------------------------------------------------
@@ -310,12 +310,23 @@ def test_what_cannot_carry_the_error_is_refused_with_a_remedy(cls, options, reas
     for format in ("int4", "int4+4"):
         p = quantized(random(4, 128), format)
         with pytest.raises(ValueError, match=rf"(?s){cls.__name__}.*{reason}|{reason}") as caught:
-            cls([p], **options)
+            cls([p], error_compensation=True, **options)
         assert f"'{format}'" in str(caught.value) and "error_compensation=False" in str(caught.value)
         optimizer = cls([p], error_compensation=False, backend="reference", **options)
         step(optimizer, p, random(4, 128, seed=1))
         assert torch.isfinite(weight(p)).all()
-    cls([quantized(random(4, 128), "int4+32")], **options)  # a master copy loses nothing
+    cls([quantized(random(4, 128), "int4+32")], error_compensation=True, **options)  # a master copy loses nothing
+
+
+def test_units_that_cannot_carry_the_error_do_not_switch_compensation_off_without_a_word():
+    p = quantized(random(4, 128), "int4")
+    for units in ("gradient", "update"):
+        with pytest.raises(
+            ValueError, match=r"(?s)rescale the error.*moment_units at 'auto'.*error_compensation=False"
+        ):
+            ml.AdamW([p], moment_units=units)
+        ml.AdamW([p], moment_units=units, error_compensation=False)
+    ml.AdamW([p], moment_units="weight")
 
 
 QAT = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "nesterov": "SGD", "rmsprop": "RMSprop"}  # torch.optim's names

@@ -28,9 +28,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from masterless.formats.storage import tensor_specs
+from masterless.formats.storage import COUNTERS, tensor_specs
 from masterless.optim.base import LowBitOptimizer
-from masterless.optim.state_dict import COUNTERS
 from masterless.sharding.place import Place
 from masterless.tensor.pieces import piece
 from masterless.tensor.quantized import QuantizedTensor, local_of

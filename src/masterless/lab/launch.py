@@ -33,7 +33,7 @@ from masterless.lab.train.loop import StepReport, train
 from masterless.lab.train.observe import MetricsFile
 from masterless.lab.train.run_files import write_atomically
 from masterless.optim.backward import step_in_backward
-from masterless.sharding.place import local_bytes
+from masterless.tensor.quantized import local_bytes
 
 MODES = ("ddp", "fsdp")
 

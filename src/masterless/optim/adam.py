@@ -197,4 +197,11 @@ def check_betas(group: dict[str, Any]) -> None:
     """Both betas must lie in [0, 1)."""
     betas = group["betas"]
     require(len(betas) == 2, "betas", betas, "two numbers are needed")
+    require(
+        isinstance(betas[0], Tensor) == isinstance(betas[1], Tensor),
+        "betas",
+        betas,
+        "betas must be either both floats or both Tensors",
+    )
+    group["betas"] = (float(betas[0]), float(betas[1]))
     require(all(0.0 <= float(b) < 1.0 for b in betas), "betas", betas, "both must lie in [0, 1)")

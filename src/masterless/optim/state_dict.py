@@ -15,18 +15,17 @@ import torch
 from torch import Tensor
 
 from masterless.formats import Format, parse
-from masterless.formats.storage import Storage, tensor_specs
+from masterless.formats.storage import COUNTERS, Storage, StorageError, missing_memory, state_key, tensor_specs
 from masterless.optim import resets, units
 from masterless.tensor.quantized import local_of
 
 if TYPE_CHECKING:
     from masterless.optim.base import LowBitOptimizer
 
-VERSION = 2  # 1: momentum was never in units of the weight
+VERSION = 2  # 2: counters are integers, log metadata is bf16 and bytes, compensated momentum is in units of the weight
 # Of torch's param groups: what changes the mathematics is refused, how torch loops over tensors is not ours to know.
 REFUSED = ("amsgrad", "centered")
 IGNORED = (*REFUSED, "foreach", "fused", "capturable", "differentiable")
-COUNTERS = (".reset_step", ".stalled", units.MARK)  # of a state: scalars beside its stored tensors
 
 
 class _Sealed:
@@ -35,11 +34,6 @@ class _Sealed:
     def __init__(self, state: dict[str, Any], saved_group: dict[str, Any]) -> None:
         self.state = state
         self.saved_group = saved_group
-
-
-def state_key(name: str, part: str) -> str:
-    """The key of one stored tensor in a parameter's state: ``exp_avg`` for a plain one, else ``exp_avg.codes``."""
-    return name if part == "values" else f"{name}.{part}"
 
 
 def prepare_for_load(optimizer: LowBitOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -86,12 +80,8 @@ def finish_load(optimizer: LowBitOptimizer) -> None:
     for group, p, name in optimizer.parameters():
         sealed = optimizer.state.get(p)
         if isinstance(sealed, _Sealed):
-            if local_of(p) is p:
-                optimizer.state[p] = _adopt(optimizer, group, p, name, sealed)
-            else:
-                from masterless.sharding import place as sharding
-
-                optimizer.state[p] = sharding.adopt(optimizer, group, p, name, sealed)
+            adopt = _adopt if local_of(p) is p else _adopt_shard
+            optimizer.state[p] = adopt(optimizer, group, p, name, sealed)
 
 
 def is_rehearsal(optimizer: LowBitOptimizer, parameters: list[tuple[dict[str, Any], Tensor, str]]) -> bool:
@@ -110,13 +100,18 @@ def is_rehearsal(optimizer: LowBitOptimizer, parameters: list[tuple[dict[str, An
 
 
 def _adopt(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str, sealed: _Sealed) -> dict[str, Any]:
+    for key, value in sealed.state.items():
+        if isinstance(value, Tensor) and missing_memory(value):
+            raise ValueError(
+                f"the state dict's {key} of parameter {name} {missing_memory(value)}: it was freed or resized"
+            )
     saved = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in sealed.state.items()}
     wanted = optimizer.state_formats(p, group)
     _refuse_foreign(optimizer, name, saved)
     # torch's SGD counts no steps; a buffer in its state says that there was one, which is all that SGD asks.
     step = saved.get("step", float(any(isinstance(v, Tensor) for v in saved.values())))
-    state: dict[str, Any] = {"step": torch.as_tensor(step, dtype=torch.float32).cpu().clone()}
-    state.update({k: v for k, v in saved.items() if k.endswith(COUNTERS)})
+    state: dict[str, Any] = {"step": _integer(step)}
+    state.update({k: _integer(v) if k.endswith(".reset_step") else v for k, v in saved.items() if k.endswith(COUNTERS)})
     units.mark(optimizer, group, p, state)
     for moment, fmt in wanted.items():
         found = _saved_storage(moment, saved, sealed.saved_group, p, fmt)
@@ -134,6 +129,51 @@ def _adopt(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: s
             found = Storage.zeros(fmt, p.shape, p.device).encode_(values)
         state.update({state_key(moment, part): t.to(p.device) for part, t in found.tensors.items()})
     return state
+
+
+def _adopt_shard(
+    optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str, sealed: _Sealed
+) -> dict[str, Any]:
+    """A loaded state, whole or sharded, as this rank's part of it, in this optimizer's formats."""
+    from masterless.sharding.place import Place, state_storage
+
+    place, formats = Place.of(p), optimizer.state_formats(p, group)
+    whole = {
+        state_key(moment, part): (part, size)
+        for moment, fmt in formats.items()
+        for part, (size, _) in tensor_specs(fmt, place.shape).items()
+    }
+    saved = {
+        key: place.cut(value, key.rpartition(".")[2]) if isinstance(value, Tensor) else value
+        for key, value in sealed.state.items()
+    }
+    if place.splits_matrix:
+        _refuse_to_factor(name, whole, saved)
+    if place.slices:
+        adopted = _adopt(optimizer, group, local_of(p), name, _Sealed(saved, sealed.saved_group))
+        return {key: place.wrap(value, *whole[key]) if key in whole else value for key, value in adopted.items()}
+    # Nothing to convert, but counters and shared tensors are everybody's.
+    counters = {key: value for key, value in saved.items() if not isinstance(value, Tensor) or value.dim() == 0}
+    state: dict[str, Any] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()}
+    state_storage(p, state, formats)
+    for key, (part, size) in whole.items():
+        if place.shared(part) and key in saved:
+            state[key] = place.wrap(saved[key].clone(), part, size)
+    return state
+
+
+def _refuse_to_factor(name: str, whole: dict[str, Any], saved: dict[str, Any]) -> None:
+    missing = [key for key, (part, _) in whole.items() if part in ("row", "col") and key not in saved]
+    if missing:
+        raise ValueError(
+            f"the state of {name} was saved without {missing}: row and column means are of the whole matrix, which no "
+            f"rank has; load the checkpoint into this optimizer in one process, save it again, and load that one"
+        )
+
+
+def _integer(count: Any) -> Tensor:
+    """A counter as we keep it: torch's are fp32 and stop at 2^24, one of the default dtype may stop at 256."""
+    return torch.as_tensor(count).to("cpu", torch.int64)
 
 
 def _refuse_foreign(optimizer: LowBitOptimizer, name: str, saved: dict[str, Any]) -> None:
@@ -158,17 +198,15 @@ def _saved_storage(
         return Storage(fmt, tuple(p.shape), {"values": plain.to(torch.bfloat16 if fmt.bits == 16 else torch.float32)})
     mine = [key for key in saved if key.startswith(f"{moment}.") and not key.endswith(COUNTERS)]
     named = {key.removeprefix(f"{moment}."): saved[key] for key in mine}
+    if named.keys() >= {"top", "step"} and named["top"].dtype == torch.int16:  # as version 1 stored them
+        named |= {"top": named["top"].view(torch.bfloat16), "step": named["step"].view(torch.uint8)}
     if not named:
         return None
     fmt = parse(saved_group.get(moment, wanted))
-    specs = tensor_specs(fmt, p.shape)
-    found = {part: (tuple(t.shape), t.dtype) for part, t in named.items()}
-    if found != specs:
-        raise ValueError(
-            f"{moment} was saved as {found}, but format '{fmt}' of a parameter of shape {tuple(p.shape)} stores "
-            f"{specs}; the checkpoint belongs to another model or is damaged"
-        )
-    return Storage(fmt, tuple(p.shape), named)
+    try:
+        return Storage(fmt, tuple(p.shape), named)
+    except StorageError as error:
+        raise ValueError(f"{moment}: {error}; the checkpoint belongs to another model or is damaged") from None
 
 
 def _in_own_units(
@@ -224,7 +262,7 @@ def export_to_torch(optimizer: LowBitOptimizer) -> dict[str, Any]:
 def _exported(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
     storages = optimizer.state_storage(p, group)
     step, plain = optimizer.state[p]["step"], {**group, "moment_units": "gradient"}  # torch's
-    out: dict[str, Any] = {"step": step.clone()}
+    out: dict[str, Any] = {"step": step.to(torch.float32)}
     if "betas" in group:  # torch's Adam keeps a first moment also where beta1 = 0 makes it the gradient
         out["exp_avg"] = torch.zeros(p.shape)
     for moment, storage in storages.items():
@@ -233,8 +271,7 @@ def _exported(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor) -> d
             second = storages.get(optimizer.second_name or "")
             ages = [resets.local_step(optimizer.state[p], name) for name in (moment, optimizer.second_name)]
             size, d = units.step_parts(optimizer, group, p, second, ages[0], ages[1])
-            target = optimizer.rule(plain).units
-            values = units.convert(values, units.wanted(optimizer, group, p), target, size, d)
+            values = units.convert(values, units.wanted(optimizer, group, p), optimizer.rule(plain).units, size, d)
         # torch counts all steps, a reset moment only those since: the same estimate under torch's count.
         age = resets.local_step(optimizer.state[p], moment)
         out[moment] = values * resets.recounted(optimizer, plain, moment, age, int(step))

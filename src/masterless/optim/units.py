@@ -19,7 +19,7 @@ from torch import Tensor
 
 from masterless.formats.codec import exact_sqrt
 from masterless.formats.storage import Storage
-from masterless.optim.resets import carries_residue, local_step
+from masterless.optim.resets import local_step
 from masterless.step.rules import Rule
 from masterless.tensor.quantized import weight_storage
 
@@ -31,7 +31,7 @@ MARK = ".in_weight_units"  # a scalar beside a first moment that is
 
 def wanted(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor) -> str:
     """The units in which the optimizer keeps a parameter's first moment."""
-    return optimizer.rule(group, carries_residue(p, group)).units
+    return optimizer.rule(group, optimizer.compensates(p, group)).units
 
 
 def saved(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, state: dict[str, Any], version: int) -> str:
@@ -67,8 +67,7 @@ def align(
         return
     source = "weight" if is_weight else plain_rule(optimizer, group).units
     second = storages.get(optimizer.second_name or "")
-    # The step that is about to be made is counted already.
-    ages = [max(1, local_step(state, name) - 1) for name in (first, optimizer.second_name)]
+    ages = [local_step(state, name) for name in (first, optimizer.second_name)]
     values = storages[first].decode()
     if bool(values.any()):
         size, d = step_parts(optimizer, group, p, second, ages[0], ages[1])

@@ -289,6 +289,17 @@ def finish_adafactor_weight_units(
     return _in_weight_units(c._replace(rate1=c.rate1 * c.clip), c.inject)
 
 
+def check_scalars(scalars: Scalars, group: Mapping[str, Any]) -> None:
+    """Raises a ValueError if a step's numbers are not finite: a scheduler wrote nan or infinity into the group."""
+    bad = [name for name, value in zip(Scalars._fields, scalars, strict=True) if not math.isfinite(value)]
+    if bad:
+        given = ", ".join(f"{k}={group[k]!r}" for k in ("lr", "betas", "momentum", "eps", "weight_decay") if k in group)
+        raise ValueError(
+            f"the step's {', '.join(bad)} would not be finite with {given}: rounding would turn that into finite "
+            f"garbage. Nothing has changed; look at the learning-rate schedule"
+        )
+
+
 class Rule(NamedTuple):
     """A rule as data.
 

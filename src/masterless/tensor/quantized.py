@@ -186,6 +186,14 @@ def weight_storage(p: Tensor) -> Storage | None:
     return p.stored if isinstance(p, QuantizedTensor) else None
 
 
+def local_bytes(*tensors: Tensor) -> int:
+    """Bytes that this process holds of some tensors, sharded or not, quantized or not: the one way to count them."""
+    total = 0
+    for tensor in map(local_of, tensors):
+        total += tensor.stored.nbytes if isinstance(tensor, QuantizedTensor) else tensor.numel() * tensor.itemsize
+    return total
+
+
 # --- operations that keep a tensor quantized --------------------------------------------------------------
 
 
@@ -206,7 +214,7 @@ def _empty(format: Format, shape: Any, device: torch.device) -> Storage:
 
 
 def _same(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
-    return _map_storage(q, lambda t: t)
+    return QuantizedTensor(q.stored, q.dtype)
 
 
 def _clone(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
