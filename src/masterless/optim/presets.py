@@ -122,7 +122,6 @@ PRESETS: dict[str, Preset] = {
             exp_avg="int8",
             exp_avg_sq="log2",
             betas=(0.82, 0.95),
-            moment_units="update",
         ),
     )
 }
