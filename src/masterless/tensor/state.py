@@ -222,7 +222,7 @@ def _mismatch(name: str, own: Tensor, found: Tensor) -> str:
     if isinstance(found, QuantizedTensor):
         return (
             f"{name!r} is stored as '{found.format}' in the state dict and dense in the model. Quantize the model as "
-            f"the state dict is before loading: quantize_(model, like=state_dict); dequantize_(model) afterwards if it "
-            f"is to be dense"
+            f"the state dict is before loading: quantize_(model, like=state_dict); dequantize_(model) afterwards if "
+            f"it is to be dense"
         )
     return ""
