@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEERS  := $(VENV)/.peers
+HF     := $(VENV)/.hf
 SOURCES := $(wildcard csrc/*) CMakeLists.txt pyproject.toml constraints.txt
 
 .PHONY: setup demo test lint bench study clean help
@@ -21,7 +22,11 @@ setup: $(STAMP)            ## create .venv and install the package with its tool
 demo: setup                ## train one small transformer under several presets and compare (about 5 minutes)
 	$(BIN)/masterless compare --out runs/demo
 
-test: lint                 ## linters, then every test
+$(HF): $(STAMP) constraints.txt
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[hf]'
+	touch $@
+
+test: lint $(HF)           ## linters, then every test, those against Hugging Face's packages and Lightning included
 	$(BIN)/python -m pytest
 
 $(PEERS): benchmarks/peers.txt | setup

@@ -339,9 +339,8 @@ def main() -> None:
         for name, counts in result["targets"].items():
             print(f"{name:24} " + ", ".join(f"{count} {end}" for end, count in sorted(counts.items())))
         extra = f"at most {result['largest_extra'] >> 20} MB more memory"
-        print(
-            f"{result['cases']} cases, at most {result['slowest']} s of computing, {extra}, {len(result['findings'])} findings"
-        )
+        found = f"{len(result['findings'])} findings"
+        print(f"{result['cases']} cases, at most {result['slowest']} s of computing, {extra}, {found}")
         for finding in result["findings"]:
             print("FOUND", json.dumps(finding))
     sys.exit(1 if result["findings"] else 0)

@@ -2,8 +2,11 @@
 //
 // MASTERLESS_ISA=portable|avx2|avx512 in the environment asks for a particular build (for tests); one that the
 // machine cannot run is not taken.
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
+#include <string>
+#include <type_traits>
 
 #include "kernel.h"
 
@@ -42,6 +45,46 @@ const Choice& chosen() {
     return choice;
 }
 
+// --- the interface in words: {"name": {"size": ..., "fields": {"name": ["i" | "u" | "f" | "p" | struct, offset, size]}}} ---
+
+template <class T>
+const char* letter() {
+    if (std::is_pointer<T>::value) return "p";
+    if (std::is_floating_point<T>::value) return "f";
+    if (std::is_class<T>::value) return "MlStorage";
+    return std::is_signed<T>::value ? "i" : "u";
+}
+
+std::string field(const char* name, const char* kind, size_t offset, size_t size) {
+    return std::string("\"") + name + "\": [\"" + kind + "\", " + std::to_string(offset) + ", " + std::to_string(size) + "], ";
+}
+
+std::string closed(std::string text) {
+    text.resize(text.size() - 2);  // the last comma
+    return text + "}";
+}
+
+std::string describe() {
+    std::string text = "{";
+#define ML_DESCRIBE_FIELD(type, name) text += field(#name, letter<type>(), offsetof(Struct, name), sizeof(type));
+#define ML_DESCRIBE_STRUCT(type, fields)                                                       \
+    {                                                                                          \
+        using Struct = type;                                                                   \
+        text += "\"" #type "\": {\"size\": " + std::to_string(sizeof(type)) + ", \"fields\": {"; \
+        fields(ML_DESCRIBE_FIELD) text = closed(text) + "}, ";                                 \
+    }
+    ML_DESCRIBE_STRUCT(MlStorage, ML_STORAGE_FIELDS)
+    ML_DESCRIBE_STRUCT(MlTask, ML_TASK_FIELDS)
+#define ML_DESCRIBE_ITEM(constant, name) text += "\"" #name "\": " + std::to_string((int)constant) + ", ";
+#define ML_DESCRIBE_ENUM(type, items) text += "\"" #type "\": {"; items(ML_DESCRIBE_ITEM) text = closed(text) + ", ";
+    ML_DESCRIBE_ENUM(MlKind, ML_KINDS)
+    ML_DESCRIBE_ENUM(MlScaleKind, ML_SCALE_KINDS)
+    ML_DESCRIBE_ENUM(MlScalePolicy, ML_SCALE_POLICIES)
+    ML_DESCRIBE_ENUM(MlRounding, ML_ROUNDINGS)
+    ML_DESCRIBE_ENUM(MlRule, ML_RULES)
+    return closed(text);
+}
+
 }  // namespace
 }  // namespace masterless
 
@@ -49,7 +92,13 @@ using masterless::chosen;
 
 extern "C" {
 
-void ml_step(MlTask* tasks, int64_t count, int32_t threads) { chosen().kernel->step(tasks, count, threads); }
+int32_t ml_step(MlTask* tasks, int64_t count, int32_t threads, int32_t only_survey) {
+    return chosen().kernel->step(tasks, count, threads, only_survey != 0);
+}
+
+void ml_square_sums(MlTask* task, double peak, int64_t count, double* row_sums, double* col_sums, int32_t threads) {
+    chosen().kernel->square_sums(*task, peak, count, row_sums, col_sums, threads);
+}
 
 void ml_decode(const MlStorage* storage, int64_t rows, int64_t cols, int32_t visible, void* out, int32_t out_is_bf16,
                int32_t threads) {
@@ -66,8 +115,11 @@ int32_t ml_has_openmp(void) {
 #endif
 }
 
-int64_t ml_storage_size(void) { return (int64_t)sizeof(MlStorage); }
-int64_t ml_task_size(void) { return (int64_t)sizeof(MlTask); }
+const char* ml_interface(void) {
+    static const std::string description = masterless::describe();
+    return description.c_str();
+}
+
 int64_t ml_thread_bytes(void) { return (int64_t)chosen().kernel->thread_bytes; }
 
 }  // extern "C"

@@ -48,7 +48,7 @@ void set_randomness(MlTask& t) {
 
 void step_item(MlTask& t, Statistics& x, int64_t item, Workspace& work) {
     const Cut cut(t);
-    Pipeline pipeline(t, work, x.one_scale() ? &x.weight_scale : nullptr, x.mean_rows.get());
+    Pipeline pipeline(t, work, x.one_scale() ? &x.weight_scale : nullptr, x.row_means());
     const int64_t first = item * cut.units_per_item, last = std::min(first + cut.units_per_item, cut.units);
     int64_t bad = 0;
     for (int64_t unit = first; unit < last; ++unit) {
@@ -58,29 +58,31 @@ void step_item(MlTask& t, Statistics& x, int64_t item, Workspace& work) {
     if (bad) x.bad += bad;
 }
 
-void step(MlTask* tasks, int64_t count, int threads) {
+bool step(MlTask* tasks, int64_t count, int threads, bool only_survey) {
     std::vector<Statistics> statistics((size_t)count);
-    bool any_needed = false;
     int64_t elements = 0;
     for (int64_t i = 0; i < count; ++i) {
         set_randomness(tasks[i]);
         statistics[(size_t)i].open(tasks[i]);
-        any_needed |= statistics[(size_t)i].needed();
         elements += tasks[i].rows * tasks[i].cols;
     }
+    std::vector<Phase> phases;
+    for (const Phase& phase : kPhases)
+        if (std::any_of(statistics.begin(), statistics.end(), phase.applies)) phases.push_back(phase);
+    if (only_survey) phases.assign(1, kSurveyAll);
     WorkList list;
+    bool halted = false;  // a gradient that must be finite is not: nothing at all moves
     if (elements <= kAlone) threads = 1;
 
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Workspace work;
-        for (const Phase& phase : kPhases) {
-            if (!any_needed) break;
+        for (const Phase& phase : phases) {
 #pragma omp single
             {
                 list.clear();
                 for (const Statistics& x : statistics)
-                    list.add(x.needed() && !x.stopped() && phase.applies(x) ? phase.items(x) : 0);
+                    list.add(!halted && !x.stopped() && phase.applies(x) ? phase.items(x) : 0);
             }
 #pragma omp for schedule(dynamic)
             for (int64_t item = 0; item < list.size(); ++item) {
@@ -89,13 +91,16 @@ void step(MlTask* tasks, int64_t count, int threads) {
                 phase.run(x, local, work);
             }
 #pragma omp single
-            for (Statistics& x : statistics)
-                if (x.needed() && !x.stopped() && phase.applies(x)) phase.close(x);
+            for (Statistics& x : statistics) {
+                if (!x.stopped() && phase.applies(x)) phase.close(x);
+                halted |= x.stopped() && x.task->must_be_finite;
+            }
         }
 #pragma omp single
         {
             list.clear();
-            for (const Statistics& x : statistics) list.add(x.stopped() ? 0 : Cut(*x.task).items());
+            for (const Statistics& x : statistics)
+                list.add(only_survey || halted || x.stopped() ? 0 : Cut(*x.task).items());
         }
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < list.size(); ++item) {
@@ -107,7 +112,35 @@ void step(MlTask* tasks, int64_t count, int threads) {
     for (Statistics& x : statistics) {
         x.task->bad = x.bad;
         // Only now: until here the weight was decoded under the scale it had.
-        if (x.needed() && x.one_scale() && !x.stopped()) write_metadata(x.task->weight, 0, x.weight_scale);
+        const bool moved = !only_survey && !halted && !x.stopped();
+        if (moved && x.needed() && x.one_scale()) write_metadata(x.task->weight, 0, x.weight_scale);
+    }
+    return !only_survey && !halted;
+}
+
+void square_sums(MlTask& t, double peak, int64_t count, double* row_sums, double* col_sums, int threads) {
+    Statistics x;
+    x.open(t);
+    const SumUnit unit(peak * peak, count);
+    std::fill(col_sums, col_sums + t.cols, 0.0);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        Workspace work;
+        std::vector<double> columns((size_t)t.cols, 0.0);  // exact sums: the order of adding them up does not show
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < x.row_items(); ++item)
+            x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
+                const float* const g = load_squarable(t, p, work, s);
+                double sum = 0.0;
+                for (int e = 0; e < s.n; ++e) {
+                    const double whole = unit.whole(square(g[e]));
+                    sum += whole;
+                    columns[(size_t)(s.col + e)] += whole;
+                }
+                row_sums[s.row] = (s.col == 0 ? 0.0 : row_sums[s.row]) + sum;
+            });
+#pragma omp critical
+        for (int64_t e = 0; e < t.cols; ++e) col_sums[e] += columns[(size_t)e];
     }
 }
 
@@ -136,6 +169,6 @@ void decode_all(const MlStorage& stored, int64_t rows, int64_t cols, bool visibl
 }  // namespace MASTERLESS_ISA
 
 extern const Kernel MASTERLESS_KERNEL;
-const Kernel MASTERLESS_KERNEL = {step, decode_all, sizeof(Workspace)};
+const Kernel MASTERLESS_KERNEL = {step, square_sums, decode_all, sizeof(Workspace)};
 
 }  // namespace masterless

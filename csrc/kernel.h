@@ -9,7 +9,8 @@
 namespace masterless {
 
 struct Kernel {
-    void (*step)(MlTask* tasks, int64_t count, int threads);
+    bool (*step)(MlTask* tasks, int64_t count, int threads, bool only_survey);
+    void (*square_sums)(MlTask& task, double peak, int64_t count, double* row_sums, double* col_sums, int threads);
     void (*decode)(const MlStorage& stored, int64_t rows, int64_t cols, bool visible, void* out, bool out_is_bf16,
                    int threads);
     size_t thread_bytes;

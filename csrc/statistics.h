@@ -53,15 +53,17 @@ struct Statistics {
         mean_rows.reset(new float[(size_t)matrices]);
     }
 
-    bool needed() const { return task->indivisible && task->rows > 0 && task->cols > 0; }
+    bool empty() const { return task->rows <= 0 || task->cols <= 0; }
+    bool needed() const { return task->indivisible && !task->statistics_given && !empty(); }
+    const float* row_means() const { return task->statistics_given ? task->mean_rows : mean_rows.get(); }
     bool stopped() const { return bad.load(std::memory_order_relaxed) != 0; }
     bool factored() const { return task->second.kind == ML_FACTORED; }
-    bool adafactor() const { return task->rule == ML_ADAFACTOR; }
+    bool adafactor() const { return task->rule == ML_ADAFACTOR || task->rule == ML_ADAFACTOR_WEIGHT_UNITS; }
     bool one_scale() const { return is_scaled(task->weight) && task->weight.per_tensor; }
 
     int64_t rows_per_item() const { return task->cols < kGrain ? kGrain / task->cols : 1; }
     int64_t row_items() const { return (task->rows + rows_per_item() - 1) / rows_per_item(); }
-    Pipeline pipeline(Workspace& work) { return Pipeline(*task, work, nullptr, mean_rows.get()); }
+    Pipeline pipeline(Workspace& work) { return Pipeline(*task, work, nullptr, row_means()); }
 
     // Calls f(pipeline, span) for all spans of an item's rows.
     template <class F>
@@ -157,7 +159,34 @@ struct Phase {
 inline int64_t row_items(const Statistics& x) { return x.row_items(); }
 inline void nothing(Statistics&) {}
 
+// The largest magnitude of n gradient elements, as the bits of a float.
+inline uint32_t largest_bits(const MlTask& t, int64_t at, int64_t n) {
+    uint32_t largest = 0;
+    if (t.grad_is_bf16) {
+        const uint16_t* const g = (const uint16_t*)t.grad + at;
+        uint16_t upper = 0;
+        for (int64_t e = 0; e < n; ++e) upper = (g[e] & 0x7FFFu) > upper ? (uint16_t)(g[e] & 0x7FFFu) : upper;
+        largest = (uint32_t)upper << 16;
+    } else {
+        const uint32_t* const g = (const uint32_t*)t.grad + at;
+        for (int64_t e = 0; e < n; ++e) largest = (g[e] & 0x7FFFFFFFu) > largest ? (g[e] & 0x7FFFFFFFu) : largest;
+    }
+    return largest;
+}
+
+// Counts the gradients that are not finite, when nothing else is asked of them.
+inline void count_bad(Statistics& x, int64_t item, Workspace& work) {
+    const MlTask& t = *x.task;
+    const int64_t rows = x.rows_per_item(), at = item * rows * t.cols, end = (item + 1) * rows * t.cols;
+    const int64_t last = t.rows * t.cols;
+    if (largest_bits(t, at, (end < last ? end : last) - at) <= Pipeline::kLargestRoot) return;
+    x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
+        if (!p.load_gradient(s)) x.bad += p.count_bad(s.n);
+    });
+}
+
 inline void survey(Statistics& x, int64_t item, Workspace& work) {
+    if (!x.needed()) return count_bad(x, item, work);
     x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
         if (!p.load_gradient(s)) x.bad += p.count_bad(s.n);
         if (x.factored()) {
@@ -246,7 +275,11 @@ inline void adafactor_close(Statistics& x) {
     const double clip = 1.0 / std::fmax(1.0, rms_update / t.adafactor_clip_threshold);
     t.step_size = (float)(t.adafactor_without_buffer ? alpha * clip : alpha);
     t.clip = (float)clip;
-    t.inject = (float)(alpha != 0.0 ? t.adafactor_inject / alpha : 0.0);
+    if (t.rule != ML_ADAFACTOR_WEIGHT_UNITS || t.adafactor_without_buffer) return;
+    const bool moves = alpha != 0.0;
+    t.step_size = moves ? 1.0f : 0.0f;
+    t.rate1 = moves ? (float)(t.adafactor_rate1 * clip * alpha) : 0.0f;
+    if (!moves) t.keep1 = 1.0f, t.inject = 0.0f;
 }
 
 inline void target_peak(Statistics& x, int64_t item, Workspace& work) {
@@ -263,13 +296,15 @@ inline void one_scale_close(Statistics& x) {
         next_scale(weight, x.task->scale_policy, x.target_peak.value(), read_scale(weight, 0));
 }
 
-inline bool always(const Statistics&) { return true; }
-inline bool is_factored(const Statistics& x) { return x.factored(); }
-inline bool is_adafactor(const Statistics& x) { return x.adafactor(); }
-inline bool has_one_scale(const Statistics& x) { return x.one_scale(); }
+inline bool is_factored(const Statistics& x) { return x.needed() && x.factored(); }
+inline bool is_adafactor(const Statistics& x) { return x.needed() && x.adafactor(); }
+inline bool has_one_scale(const Statistics& x) { return x.needed() && x.one_scale(); }
+inline bool is_surveyed(const Statistics& x) { return x.needed() || (x.task->must_be_finite && !x.empty()); }
+inline bool is_not_empty(const Statistics& x) { return !x.empty(); }
 
+constexpr Phase kSurveyAll = {is_not_empty, row_items, survey, nothing};
 constexpr Phase kPhases[] = {
-    {always, row_items, survey, nothing},
+    {is_surveyed, row_items, survey, nothing},
     {is_factored, row_items, factored_rows, nothing},
     {is_factored, column_items, factored_columns, nothing},
     {is_factored, matrix_items, factored_means, nothing},

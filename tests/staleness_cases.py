@@ -13,7 +13,7 @@ import torch
 
 from masterless.formats import codec, parse
 from masterless.formats.rounding import dither
-from masterless.insight.staleness import (
+from masterless.step.staleness import (
     Grid,
 )
 
@@ -88,8 +88,8 @@ def one_step(round_: Rounding, beta: float, stochastic: bool = False, r: float =
 
 def log_levels(step: int, k: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The values of codes k of the library's log code, and the metadata of its blocks: ratio 2^(step/1024)."""
-    top = torch.full((len(k), 1), 0x4B00, dtype=torch.int16)  # 2^23
-    metadata = {"top": top, "step": torch.full((len(k), 1), step, dtype=torch.int16)}
+    top = torch.full((len(k), 1), 2.0**23, dtype=torch.bfloat16)
+    metadata = {"top": top, "step": torch.full((len(k), 1), step, dtype=torch.int16).view(torch.uint8)}
     return codec.decode({"codes": codec.pack(k, 8), **metadata}, k.shape[1], parse("log8")), metadata
 
 

@@ -80,15 +80,15 @@ def test_wrong_input_is_one_line_and_exit_code_2(args, reason):
 
 @needs_kernel
 def test_no_speed_is_printed_if_the_kernel_differs_from_the_reference(monkeypatch):
-    from masterless.backends.cpu import kernel as cpu
+    from masterless.backends.cpu import backend
 
-    run = cpu._run
+    run = backend._run
 
-    def forgetful(described):
-        cpu.np.frombuffer(described, dtype=cpu._ROW)["scalars"][:, 0] *= 1.001  # a slightly wrong step size
-        return run(described)
+    def forgetful(records, only_survey):
+        records["step_size"] *= 1.001  # a slightly wrong step size
+        return run(records, only_survey)
 
-    monkeypatch.setattr(cpu, "_run", forgetful)
+    monkeypatch.setattr(backend, "_run", forgetful)
     done = invoke("step", "--sizes", "test", "--repeats", "1", "--no-peers")
     assert done.exit_code == 1 and done.stdout == ""
     assert "differs from the reference" in done.stderr and "AdamW, INT4, int4/log2" in done.stderr

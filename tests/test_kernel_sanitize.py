@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CASES = """
 import random, torch, kernel_cases as k
-from masterless.backends.cpu import kernel as cpu
+from masterless.backends.cpu.backend import CpuBackend
 from masterless.formats import parse
 from masterless.formats.storage import Storage
 torch.set_num_threads(2)
@@ -22,7 +22,7 @@ for _ in range(3):
     k.check([k.random_case(rng) for _ in range(12)])
 k.check([k.Case(weight="int8:row", first="int4:row", second="log4:row", shape=(2, 9000), steps=1)])
 for name in ("int4", "int3", "fp8", "int4+6", "dynamic8", "bf16"):
-    cpu.dequantize(Storage.zeros(parse(name), (3, 5, 201)).encode_(torch.randn(3, 5, 201)), torch.bfloat16)
+    CpuBackend().decode(Storage.zeros(parse(name), (3, 5, 201)).encode_(torch.randn(3, 5, 201)), torch.bfloat16)
 print("clean")
 """
 

@@ -25,7 +25,7 @@ def metadata(fmt: Format, top: float, low: float, zero: bool = False, rows: int 
     """A block's metadata from its largest and its lowest level."""
     bits = codec.float_bits(torch.tensor([[top, low]]))
     parts = codec.log_metadata(bits[:, :1], bits[:, 1:], torch.tensor([[zero]]), fmt)
-    return {name: value.expand(rows, 1) for name, value in parts.items()}
+    return {name: value.expand(rows, -1) for name, value in parts.items()}
 
 
 def levels_of(meta: codec.Parts, fmt: Format) -> Tensor:
@@ -64,8 +64,8 @@ def test_levels_fall_evenly_in_float_bits_from_the_top_to_the_lowest(name, zero)
 def test_metadata_takes_32_bits_a_block():
     parts = codec.encode(lognormal(3, 300), parse("log2"))
     assert {n: (tuple(t.shape), t.dtype) for n, t in parts.items() if n != "codes"} == {
-        "top": ((3, 3), torch.int16),
-        "step": ((3, 3), torch.int16),
+        "top": ((3, 3), torch.bfloat16),
+        "step": ((3, 6), torch.uint8),
     }
 
 
@@ -92,8 +92,9 @@ def test_the_lowest_level_is_the_contracts_for_blocks_of_every_length(name):
             low = lowest_by_the_contract(bits, fmt.bits)
             step = max(1, -(-(top - low) // ((2**fmt.bits - 1 - has_zero) * 2**13)))
             parts = codec.encode(x, fmt)
-            assert parts["top"].item() == top >> 16
-            assert parts["step"].item() & 0xFFFF == step | (0x8000 if has_zero else 0), f"length {length}"
+            assert parts["top"].view(torch.int16).item() == top >> 16
+            stored = parts["step"].view(torch.int16).item() & 0xFFFF
+            assert stored == step | (0x8000 if has_zero else 0), f"length {length}"
 
 
 # --- idempotence, nearest, bounds -------------------------------------------------------------------------
@@ -137,9 +138,7 @@ def test_blocks_of_any_kind(name, rounding, rows, cols, sigma, zeros, seed):
     meta = {name: parts[name] for name in ("top", "step")}
     again = codec.encode_log(values, meta, fmt, dither(seed + 2, rows, cols) if random else None, log_dither)
     assert torch.equal(again["codes"], parts["codes"])
-    top = (parts["top"].long() << 16).repeat_interleave(128, 1)[:, :cols]
-    step = ((parts["step"].long() & 0x7FFF) << 13).repeat_interleave(128, 1)[:, :cols]
-    flag = (parts["step"].repeat_interleave(128, 1)[:, :cols] < 0).long()
+    top, step, flag = (x.repeat_interleave(128, 1)[:, :cols].long() for x in codec.read_log_metadata(parts))
     lowest = top - (2**fmt.bits - 1 - flag) * step
     bits, found = codec.float_bits(x), codec.float_bits(values)
     inside = (x > 0) & (bits >= lowest)

@@ -46,7 +46,7 @@ def test_predicted_bytes_are_live_bytes_for_every_format_and_granularity(name):
 @pytest.mark.parametrize(("first", "second"), [*((f, "log2") for f in FIRST), *(("int4", s) for s in SECOND)])
 def test_an_optimizers_prediction_is_what_it_then_allocates(first, second, quantize):
     params = [nn.Parameter(torch.ones(shape)) for shape in AWKWARD]
-    optimizer = ml.AdamW(params, exp_avg=first, exp_avg_sq=second, quantize=quantize)
+    optimizer = ml.AdamW(params, exp_avg=first, exp_avg_sq=second, quantize_states=quantize)
     predicted = optimizer.predicted_state_bytes()
     assert not optimizer.state  # nothing was allocated for that
     for p in params:
@@ -56,7 +56,7 @@ def test_an_optimizers_prediction_is_what_it_then_allocates(first, second, quant
     everything = sum(
         value.numel() * value.element_size() for state in optimizer.state.values() for value in state.values()
     )
-    assert everything == predicted + 4 * len(params)  # beside the moments: one step counter each
+    assert everything == predicted + 8 * len(params)  # beside the moments: one step counter each
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,9 @@ def test_a_learning_rate_of_zero_moves_nothing():
 def test_add_param_group_with_options_of_its_own():
     model = small_model()
     optimizer = ml.AdamW(model[0].parameters(), lr=1e-2, **LOW)
-    optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.0, "exp_avg": "INT8:ROW", "quantize": "all"})
+    optimizer.add_param_group(
+        {"params": model[2].parameters(), "lr": 0.0, "exp_avg": "INT8:ROW", "quantize_states": "all"}
+    )
     assert optimizer.param_groups[1]["exp_avg"] == "int8:row"
     assert optimizer.param_groups[1]["exp_avg_sq"] == "log2"
     frozen = [p.detach().clone() for p in model[2].parameters()]
@@ -184,7 +186,7 @@ OVERRIDES = {
     "maximize": True,
     "rounding": "nearest",
     "seed": 7,
-    "quantize": "all",
+    "quantize_states": "all",
 }
 
 
@@ -206,7 +208,7 @@ def test_random_bits_of_named_parameters_do_not_depend_on_the_groups():
     for split in (lambda n: [n], lambda n: [n[:1], n[1:]], lambda n: [n[3:], n[:3]], lambda n: [[x] for x in n[::-1]]):
         model = small_model()
         groups = [{"params": part} for part in split(list(model.named_parameters()))]
-        ends.append(train(model, ml.AdamW(groups, lr=1e-2, exp_avg="int2", exp_avg_sq="log2", quantize="all")))
+        ends.append(train(model, ml.AdamW(groups, lr=1e-2, exp_avg="int2", exp_avg_sq="log2", quantize_states="all")))
     assert all(same(ends[0], end) for end in ends[1:])
 
 
@@ -229,7 +231,7 @@ def test_only_matrices_have_low_bit_states_unless_all_is_asked_for():
     shapes = {"matrix": (40, 33), "vector": (33,), "narrow": (40, 8), "conv": (8, 4, 3, 3), "scalar": ()}
     for quantize, low_bit in (("matrices", {"matrix", "conv"}), ("all", set(shapes))):
         params = [(n, nn.Parameter(torch.zeros(s))) for n, s in shapes.items()]
-        optimizer = ml.AdamW(params, quantize=quantize, exp_avg="int4", exp_avg_sq="log2")
+        optimizer = ml.AdamW(params, quantize_states=quantize, exp_avg="int4", exp_avg_sq="log2")
         for name, p in params:
             formats = {k: str(f) for k, f in optimizer.state_formats(p, optimizer.param_groups[0]).items()}
             expected = (
@@ -243,7 +245,7 @@ def test_only_matrices_have_low_bit_states_unless_all_is_asked_for():
 def test_all_with_a_factored_second_moment_keeps_the_asked_first_moment_of_vectors():
     """A vector has nothing to factor, so its second moment is full; its first moment is still the one asked for."""
     p = nn.Parameter(torch.zeros(200))
-    optimizer = ml.AdamW([p], quantize="all", exp_avg="int4", exp_avg_sq="factored")
+    optimizer = ml.AdamW([p], quantize_states="all", exp_avg="int4", exp_avg_sq="factored")
     formats = {k: str(f) for k, f in optimizer.state_formats(p, optimizer.param_groups[0]).items()}
     assert formats == {"exp_avg": "int4", "exp_avg_sq": "fp32"}
 
@@ -357,4 +359,6 @@ def test_a_coarse_moment_of_either_kind_puts_the_first_one_into_update_units(exp
     optimizer = ml.AdamW(
         [torch.nn.Parameter(torch.ones(128, 128))], betas=betas, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq
     )
-    assert optimizer.param_groups[0]["moment_units"] == units
+    group = optimizer.param_groups[0]
+    assert optimizer.rule(group).units == units and group["moment_units"] == "auto"
+    assert optimizer.rule(group, compensated=True).units == "weight"

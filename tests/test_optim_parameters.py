@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("every_backend")
 
 def step_once(values: torch.Tensor, grad: torch.Tensor, name: str = "AdamW", steps: int = 3, **options):
     p = nn.Parameter(values)
-    optimizer = build(name, [("p", p)], quantize="all", **options)
+    optimizer = build(name, [("p", p)], quantize_states="all", **options)
     for _ in range(steps):
         p.grad = grad.clone(memory_format=torch.preserve_format)
         optimizer.step()
@@ -48,7 +48,7 @@ def test_scalars_and_empty_parameters(name, shape):
     x = torch.ones(shape)
     for quantize in ("matrices", "all"):
         p = nn.Parameter(x.clone())
-        optimizer = build(name, [p], quantize=quantize)
+        optimizer = build(name, [p], quantize_states=quantize)
         p.grad = torch.ones(shape)
         optimizer.step()
         assert p.shape == x.shape and p.isfinite().all()

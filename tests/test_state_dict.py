@@ -18,14 +18,14 @@ SHAPES = {"matrix": (6, 130), "stack": (2, 3, 40), "vector": (7,), "scalar": ()}
 
 CONFIGURATIONS = {
     "fp32": (ml.AdamW, {"exp_avg": "fp32", "exp_avg_sq": "fp32"}),
-    "bf16": (ml.AdamW, {"exp_avg": "bf16", "exp_avg_sq": "bf16", "quantize": "all"}),
+    "bf16": (ml.AdamW, {"exp_avg": "bf16", "exp_avg_sq": "bf16", "quantize_states": "all"}),
     "int4/log2": (ml.AdamW, {"exp_avg": "int4", "exp_avg_sq": "log2"}),
     "int8/log8 nearest": (ml.AdamW, {"rounding": "nearest"}),
     "int2/log3 log dither": (ml.AdamW, {"exp_avg": "int2", "exp_avg_sq": "log3", "rounding": "stochastic-log"}),
-    "all": (ml.AdamW, {"exp_avg": "int3:64:fp32", "exp_avg_sq": "log4:row", "quantize": "all"}),
+    "all": (ml.AdamW, {"exp_avg": "int3:64:fp32", "exp_avg_sq": "log4:row", "quantize_states": "all"}),
     "update units": (ml.AdamW, {"exp_avg": "fp8", "exp_avg_sq": "fp8", "moment_units": "update"}),
     "fp4 L2": (ml.Adam, {"exp_avg": "fp4:row:pow2", "exp_avg_sq": "fp4", "weight_decay": 0.1}),
-    "factored": (ml.AdamW, {"exp_avg": "dynamic4", "exp_avg_sq": "factored", "quantize": "all"}),
+    "factored": (ml.AdamW, {"exp_avg": "dynamic4", "exp_avg_sq": "factored", "quantize_states": "all"}),
     "none": (ml.AdamW, {"exp_avg": "none", "exp_avg_sq": "udynamic8", "betas": (0.0, 0.99)}),
     "none factored": (ml.AdamW, {"exp_avg": "none", "exp_avg_sq": "factored", "betas": (0.0, 0.99)}),
     "sgd": (ml.SGD, {"momentum": 0.9, "dampening": 0.1, "momentum_buffer": "dynamic3"}),
@@ -111,19 +111,19 @@ def test_states_keep_their_own_dtypes_beside_bf16_parameters():
     optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
     state = optimizer.state[params[0][1]]
     assert {k: v.dtype for k, v in state.items()} == {
-        "step": torch.float32,
+        "step": torch.int64,
         "exp_avg.codes": torch.uint8,
         "exp_avg.scale": torch.bfloat16,
         "exp_avg_sq.codes": torch.uint8,
-        "exp_avg_sq.top": torch.int16,
-        "exp_avg_sq.step": torch.int16,
+        "exp_avg_sq.top": torch.bfloat16,
+        "exp_avg_sq.step": torch.uint8,
     }
     assert optimizer.state[params[2][1]]["exp_avg"].dtype == torch.float32
 
 
 def test_a_version_number_is_in_it():
     params = parameters()
-    assert build("int4/log2", params).state_dict()["param_groups"][0]["masterless_version"] == 1
+    assert build("int4/log2", params).state_dict()["param_groups"][0]["masterless_version"] == 2
 
 
 def test_a_fresh_optimizers_dict_loads():

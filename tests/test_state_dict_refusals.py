@@ -76,13 +76,13 @@ def of_another_width():
 
 REFUSED = {
     "wrong shape": (wrong_shape, ["exp_avg has shape (3, 3)", "parameter", "(6, 130)"]),
-    "wrong codes": (wrong_codes, ["exp_avg was saved as", "(6, 130)", "another model or is damaged"]),
+    "wrong codes": (wrong_codes, ["exp_avg: ", "(6, 130)", "another model or is damaged"]),
     "missing part": (missing_part, ["exp_avg_sq", "another model or is damaged"]),
     "missing moment": (missing_moment, ["no 'exp_avg_sq'", "stack", "another kind of optimizer"]),
     "two groups": (two_groups, ["2 param groups", "AdamW has 1", "same groups"]),
     "fewer parameters": (fewer_parameters, ["doesn't match the size of optimizer's group"]),
-    "newer version": (newer_version, ["version 7", "reads up to 1", "upgrade masterless"]),
-    "another width": (of_another_width, ["exp_avg was saved as", "format 'int8'", "another model or is damaged"]),
+    "newer version": (newer_version, ["version 7", "reads up to 2", "upgrade masterless"]),
+    "another width": (of_another_width, ["exp_avg: ", "format 'int8'", "another model or is damaged"]),
     "amsgrad": (lambda: of_torch(torch.optim.AdamW, amsgrad=True), ["amsgrad=True", "third", "torch.optim"]),
     "SGD": (lambda: of_torch(torch.optim.SGD, momentum=0.9), ["momentum_buffer", "AdamW", "another kind"]),
     "RMSprop": (lambda: of_torch(torch.optim.RMSprop), ["square_avg", "AdamW", "another kind"]),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from masterless.formats import MASTER, codec, names, parse
 from masterless.formats.layout import Layout, is_matrix_like
 from masterless.formats.rounding import dither
-from masterless.formats.storage import Storage, factored_estimate, predicted_bytes, tensor_specs
+from masterless.formats.storage import Storage, factored_rows, predicted_bytes, tensor_specs
 
 SHAPES = [
     (),
@@ -246,11 +246,11 @@ def test_factored_rank_one_matrices_are_exact_up_to_rounding():
     assert torch.allclose(Storage.zeros(parse("factored"), (7, 50)).encode_(x).decode(), x, rtol=1e-6, atol=0)
 
 
-def test_a_factored_estimate_of_some_rows_is_a_slice_of_all():
+def test_a_factored_rows_of_some_rows_is_a_slice_of_all():
     storage = Storage.zeros(parse("factored"), (4, 6, 40)).encode_(torch.rand(4, 6, 40))
-    whole = factored_estimate(storage)
+    whole = factored_rows(storage)
     for start, stop in ((0, 5), (5, 24), (7, 8)):
-        assert torch.equal(factored_estimate(storage, start, stop), whole[start:stop])
+        assert torch.equal(factored_rows(storage, start, stop), whole[start:stop])
 
 
 def test_sums_of_factored_means_do_not_depend_on_the_order():

@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
 from zoo import SIZES, configurations, differences, inside, mesh_of, quantized_zoo, same, set_gradients, shard
 
 from masterless.distributed import checkpoint
@@ -128,3 +134,23 @@ def asynchronous(rank: int, world: int, directory: str) -> list[str]:
     model, opt = _build(name, 4)
     checkpoint.load(where, model, opt)
     return list(differences(model, opt, *whole))
+
+
+def gathered_states(rank: int, world: int) -> list[str]:
+    """Whole optimizer states from shards: every stored tensor has a dtype that collectives carry."""
+    name = "1.8-byte"
+    model, opt = _build(name, world)
+    whole, whole_opt = _build(name, PLAIN)
+    for m, o in ((model, opt), (whole, whole_opt)):
+        _advance(m, o, whole.gradients, range(2))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=False)
+    gathered = get_optimizer_state_dict(model, opt, options=options)["state"]
+    found = []
+    for (key, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        for part, value in whole_opt.state[q].items():
+            if not same(gathered[key][part], value):
+                found.append(f"{key}.{part} gathered")
+            live = opt.state[p][part]
+            if isinstance(live, DTensor) and not same(live.full_tensor(), value):
+                found.append(f"{key}.{part} full_tensor")
+    return found

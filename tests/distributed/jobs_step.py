@@ -103,7 +103,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
     note("one scale a tensor", lambda: shard(quantized_zoo("int4:tensor"), 4))
     model = shard(quantized_zoo("int4"), 4)
-    note("vectors", lambda: ml.AdamW(model.named_parameters(), quantize="all"))
+    note("vectors", lambda: ml.AdamW(model.named_parameters(), quantize_states="all"))
     note("adaptive resets", lambda: ml.AdamW(model.named_parameters(), exp_avg_sq="log2", reset="adaptive"))
     columns = DTensor.from_local(torch.zeros(4, 64), mesh_of(4), [Shard(1)], run_check=False)
     note("columns", lambda: ml.AdamW([torch.nn.Parameter(columns)]))
@@ -113,3 +113,19 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     factored = ml.AdamW(model.named_parameters(), exp_avg_sq="factored")
     note("factoring on shards", lambda: factored.load_state_dict(state.state_dict()))
     return messages
+
+
+def on_the_kernel(rank: int, world: int) -> dict[str, Any]:
+    """Which backend steps the shards of a preset with a factored second moment, and the bytes they take."""
+    from masterless.insight import memory
+
+    weights, dtype, build = configurations()["1.3-byte-int4"]
+    model = shard(quantized_zoo(weights, dtype), world)
+    opt = build(model.named_parameters())
+    set_gradients(model, model.gradients(0))
+    opt.step()
+    backends = {
+        e.task.name: type(e.backend).__name__ for e in opt.plan.entries.values() if len(e.task.weight.shape) > 1
+    }
+    measured = memory.measure(opt)
+    return {"backends": backends, "measured": measured, "predicted": memory.predict_optimizer(opt)}

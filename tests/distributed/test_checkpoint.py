@@ -26,3 +26,8 @@ def test_a_single_process_state_dict_loads_into_shards(ranks):
 def test_asynchronous_save(ranks, tmp_path):
     found = ranks.run("jobs_checkpoint:asynchronous", str(tmp_path))
     assert not any(found), "\n".join(line for rank in found for line in rank)
+
+
+def test_log_states_can_be_gathered(ranks):
+    found = ranks.run("jobs_checkpoint:gathered_states")
+    assert not any(found), "\n".join(line for rank in found for line in rank)

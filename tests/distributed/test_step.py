@@ -27,7 +27,16 @@ def test_all_ranks_raise_when_one_has_a_bad_gradient(ranks):
 def test_refusals_name_reason_and_remedy(ranks):
     for messages in ranks.run("jobs_step:refusals"):
         assert "use 'int4' or 'int4:row'" in messages["one scale a tensor"]
-        assert "quantize='matrices'" in messages["vectors"]
+        assert "quantize_states='matrices'" in messages["vectors"]
         assert "pass 'auto' or a number of steps" in messages["adaptive resets"]
         assert "Shard with fully_shard alone" in messages["columns"]
         assert "in one process" in messages["factoring on shards"]
+
+
+def test_factored_second_moments_stay_on_the_kernel_and_shards_are_counted_as_shards(ranks):
+    for result in ranks.run("jobs_step:on_the_kernel"):
+        assert set(result["backends"].values()) == {"CpuBackend"}
+        for name in ("even", "uneven"):
+            measured = result["measured"][name]
+            assert measured == result["predicted"][name]
+            assert measured.weights < 1.1 * measured.parameters  # a byte each and scales, of this shard's elements

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         save,
     )
     from masterless.distributed.ddp import fingerprint, replicate, synchronize_
-    from masterless.sharding.place import local_bytes
+    from masterless.tensor.quantized import local_bytes
 
 __all__ = [
     "PendingSave",
@@ -36,7 +36,7 @@ __all__ = [
 
 # Nothing is imported before it is used: torch.distributed is large, and one process does without.
 _HOMES = {"fingerprint": "distributed.ddp", "replicate": "distributed.ddp", "synchronize_": "distributed.ddp"} | {
-    "local_bytes": "sharding.place"
+    "local_bytes": "tensor.quantized"
 }
 
 

@@ -34,13 +34,13 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor
 
 from masterless.distributed.metadata import METADATA, PICKLED, Reader, Writer
-from masterless.formats.storage import tensor_specs
+from masterless.formats.storage import COUNTERS, tensor_specs
 from masterless.interop.files import FileError, reason_of
 from masterless.optim.base import LowBitOptimizer
-from masterless.optim.state_dict import COUNTERS
 from masterless.sharding.place import Place
 from masterless.tensor.pieces import piece
 from masterless.tensor.quantized import QuantizedTensor, local_of
+from masterless.tensor.state import joined, names_in
 
 _NAME = re.compile(r"step-(\d+)")
 
@@ -57,7 +57,10 @@ def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     ['0.bias', '0.weight.codes', '0.weight.scale']
     """
     plain: dict[str, Any] = {}
+    described = set(names_in(state_dict))  # in parts already; `load` compares their shapes and dtypes
     for name, value in state_dict.items():
+        if name in described:
+            continue
         local = local_of(value) if isinstance(value, Tensor) else value
         if not isinstance(local, QuantizedTensor):
             plain[name] = value
@@ -80,7 +83,8 @@ def load_whole_(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
         state_dict: the whole tensors, by the model's names; all of them.
     """
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    wanted = set(model.state_dict())
+    wanted = set(model.state_dict(keep_vars=True))
+    state_dict = joined(state_dict)
     if set(state_dict) != wanted:
         odd = sorted(wanted ^ set(state_dict))[:4]
         raise ValueError(f"the state dict and the model differ, for instance in {odd}; pass the whole state dict")
@@ -94,8 +98,13 @@ def load_whole_(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
                 if place.dim is not None:
                     start, stop = min(place.start, len(source)), min(place.start + place.slices, len(source))
                     source = piece(source, start, stop) if isinstance(source, QuantizedTensor) else source[start:stop]
-            if local_of(target).numel():
-                local_of(target).copy_(source)
+            local = local_of(target)
+            if not local.numel():
+                continue
+            if isinstance(local, QuantizedTensor) and not isinstance(source, QuantizedTensor):
+                local.encode_(source)
+            else:
+                local.copy_(source)
 
 
 # --- saving and loading ------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ Contract:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -203,13 +203,21 @@ def log_metadata(top: Tensor, low: Tensor, has_zero: Tensor, format: Format) -> 
     intervals = (2**format.bits - 1 - has_zero.to(torch.int64)) << LOG_STEP_UNIT
     step = ((top - low + intervals - 1) // intervals).clamp(1, _LOG_STEP_MAX)
     step = torch.where(has_zero, step | _LOG_ZERO_FLAG, step)
-    return {"top": (top >> 16).to(torch.int16), "step": step.to(torch.int16)}
+    upper = (top >> 16).to(torch.int16)  # of a float: the bits of a bf16
+    return {"top": upper.view(torch.bfloat16), "step": step.to(torch.int16).view(torch.uint8)}
 
 
-def _read_log_metadata(parts: Parts, cols: int, format: Format) -> tuple[Tensor, Tensor, Tensor]:
-    top = _spread(parts["top"].to(torch.int64) << 16, cols, format)
-    raw = _spread(parts["step"].to(torch.int64) & 0xFFFF, cols, format)
+def read_log_metadata(parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every block: the float bits of its top, its step in float bits, and whether the last code means zero."""
+    top = parts["top"].view(torch.int16).to(torch.int64) << 16
+    low, high = parts["step"].to(torch.int64).unflatten(-1, (-1, 2)).unbind(-1)
+    raw = low | high << 8
     return top, (raw & _LOG_STEP_MAX) << LOG_STEP_UNIT, (raw & _LOG_ZERO_FLAG) != 0
+
+
+def _spread_log_metadata(parts: Parts, cols: int, format: Format) -> tuple[Tensor, Tensor, Tensor]:
+    top, step, flag = (_spread(per_block, cols, format) for per_block in read_log_metadata(parts))
+    return top, step, flag
 
 
 def _log_bits(top: Tensor, code: Tensor, step: Tensor) -> Tensor:
@@ -219,7 +227,7 @@ def _log_bits(top: Tensor, code: Tensor, step: Tensor) -> Tensor:
 
 def encode_log(x: Tensor, metadata: Parts, format: Format, u: Tensor | None, log_dither: bool) -> Parts:
     """Codes of non-negative values under given block metadata."""
-    top, step, flag = _read_log_metadata(metadata, x.shape[1], format)
+    top, step, flag = _spread_log_metadata(metadata, x.shape[1], format)
     bits = float_bits(x)
     depth = (top - bits).clamp(min=0)
     last = 2**format.bits - 1 - flag.to(torch.int64)  # the code of the lowest positive level
@@ -238,7 +246,7 @@ def encode_log(x: Tensor, metadata: Parts, format: Format, u: Tensor | None, log
 
 
 def _decode_log(parts: Parts, cols: int, format: Format) -> Tensor:
-    top, step, flag = _read_log_metadata(parts, cols, format)
+    top, step, flag = _spread_log_metadata(parts, cols, format)
     code = unpack(parts["codes"], cols, format.bits).to(torch.int64)
     bits = _log_bits(top, code, step)
     return bits_float(torch.where(flag & (code == 2**format.bits - 1), 0, bits))

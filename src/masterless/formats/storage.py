@@ -6,25 +6,35 @@ Contract:
     * Every stored tensor of a sharded parameter has the parameter's slices as its dimension 0, so it can be
       split exactly where the parameter is split. (One scale for a whole tensor, and the column means of a
       single factored matrix, belong to the whole.)
-    * Stored tensors are plain tensors of their own dtype. A plain format (`fp32`, `bf16`) is one tensor of
-      the parameter's own shape, as torch.optim has it.
+    * Stored tensors are plain tensors of their own dtype, of dtypes that collectives carry. A plain format (`fp32`,
+      `bf16`) is one tensor of the parameter's own shape, as torch.optim has it.
+    * A storage whose tensors do not fit its format and shape does not exist: the constructor refuses it, and its
+      tensors cannot be exchanged afterwards. What torch allows behind our back (``.data =``, a resized memory) is found
+      by `validate`, which whoever hands out addresses calls first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from masterless.formats import codec
+from masterless.formats import codec, factored
 from masterless.formats.format import Format
 from masterless.formats.layout import Layout
 from masterless.formats.packing import row_bytes
 
 Spec = tuple[tuple[int, ...], torch.dtype]
+_REMEDY = "it belongs to another tensor, or somebody has replaced, cast or resized it"
+
+
+def _listing(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"
 
 
 def tensor_specs(format: Format, shape: Sequence[int]) -> dict[str, Spec]:
@@ -50,10 +60,45 @@ def tensor_specs(format: Format, shape: Sequence[int]) -> dict[str, Spec]:
         specs["master"] = (tuple(shape), torch.float32)
     blocks = (1, 1) if format.granularity == "tensor" else by_slice(layout.blocks_per_row(format))
     if format.kind == "log":
-        specs["top"] = specs["step"] = (blocks, torch.int16)
+        specs["top"] = (blocks, torch.bfloat16)
+        specs["step"] = ((blocks[0], 2 * blocks[1]), torch.uint8)  # 16-bit integers, which collectives do not carry
     else:
         specs["scale"] = (blocks, torch.float32 if format.scale == "fp32" else torch.bfloat16)
     return specs
+
+
+def state_key(name: str, part: str) -> str:
+    """The key of one stored tensor in a parameter's state: ``exp_avg`` for a plain one, else ``exp_avg.codes``."""
+    return name if part == "values" else f"{name}.{part}"
+
+
+COUNTERS = (".reset_step", ".stalled", ".in_weight_units")  # of a state: scalars beside its stored tensors
+
+
+def refuse_leftovers(name: str, format: Format, state: Mapping[str, Any]) -> None:
+    """Raises a StorageError if a state is there in another format than the one that is about to be allocated."""
+    found = [key for key in state if key.split(".")[0] == name and not key.endswith(COUNTERS)]
+    if found:
+        raise StorageError(f"{name} in format '{format}' is not what is there, {_listing(found)}; {_REMEDY}")
+
+
+def memory_fault(tensor: Tensor) -> str:
+    """Why a tensor cannot be read and written through its address as contiguous memory; empty if it can."""
+    if type(tensor) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
+        return ""  # a stand-in (meta, fake, functional) has no address that anybody would use
+    if tensor.layout != torch.strided:
+        return f"is not dense ({tensor.layout})"
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return ""
+    return missing_memory(tensor) if tensor.is_contiguous() else f"is not contiguous (strides {tensor.stride()})"
+
+
+def missing_memory(tensor: Tensor) -> str:
+    """What a dense tensor lacks of the memory that it needs; empty if it is there. torch itself reads on regardless."""
+    reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + reach) * tensor.itemsize if tensor.numel() else 0
+    there = tensor.untyped_storage().nbytes()
+    return "" if there >= needed else f"needs {needed} bytes of memory and has {there}"
 
 
 def predicted_bytes(format: Format, shape: Sequence[int]) -> int:
@@ -61,28 +106,62 @@ def predicted_bytes(format: Format, shape: Sequence[int]) -> int:
     return sum(math.prod(size) * dtype.itemsize for size, dtype in tensor_specs(format, shape).values())
 
 
-@dataclass
+class StorageError(ValueError):
+    """Tensors that do not fit the format and shape they are said to store."""
+
+
+@dataclass(frozen=True, eq=False)
 class Storage:
-    """One tensor's numbers as they are stored."""
+    """One tensor's numbers as they are stored.
+
+    Raises:
+        StorageError: if the tensors are not those of `tensor_specs`.
+    """
 
     format: Format
     shape: tuple[int, ...]
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     layout: Layout = field(init=False)
 
     def __post_init__(self) -> None:
-        self.layout = Layout.of(self.shape)
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
+        object.__setattr__(self, "layout", Layout.of(self.shape))
+        self.validate()
+
+    def __reduce__(self) -> Any:  # a read-only mapping cannot be pickled or copied
+        return Storage, (self.format, self.shape, dict(self.tensors))
+
+    def validate(self) -> Storage:
+        """Raises a StorageError unless every tensor is as the format and shape want it, and its memory is there."""
+        specs = tensor_specs(self.format, self.shape)
+        if specs.keys() != self.tensors.keys():
+            raise StorageError(f"{self._what()} {_listing(specs)}, not {_listing(self.tensors)}; {_REMEDY}")
+        empty = math.prod(self.shape) == 0  # a shard without rows still holds what all ranks share
+        for name, (size, dtype) in specs.items():
+            tensor = self.tensors[name]
+            if tensor.dtype != dtype or (tensor.shape != size and not empty):
+                found = f"{tuple(tensor.shape)} {tensor.dtype}"
+                raise StorageError(f"{self._what()} {name!r} as {size} {dtype}, not {found}; {_REMEDY}")
+            fault = memory_fault(tensor)
+            if fault and not empty:
+                raise StorageError(f"{self._what()} {name!r}, whose tensor {fault}; {_REMEDY}")
+        return self
+
+    def _what(self) -> str:
+        return f"a tensor of shape {self.shape} in format '{self.format}' stores"
 
     @classmethod
     def zeros(cls, format: Format, shape: Sequence[int], device: torch.device | str | None = None) -> Storage:
         """Storage that decodes to zeros everywhere."""
-        tensors = {
+        tensors: dict[str, Tensor] = {
             name: torch.zeros(size, dtype=dtype, device=device)
             for name, (size, dtype) in tensor_specs(format, shape).items()
         }
         storage = cls(format, tuple(shape), tensors)
-        if "step" in tensors:  # as the codec writes a block of zeros: one value, one byte pattern
-            tensors["step"].fill_(1)
+        if "step" in tensors and storage.layout.rows * storage.layout.cols:
+            # As the codec writes a block of zeros: one value, one byte pattern.
+            tensors["step"].view(torch.int16).fill_(1)
         if "codes" in tensors and format.zero_code and storage.layout.rows:
             one_row = codec.encode(torch.zeros(1, storage.layout.cols), format)
             for name in ("codes", "hidden"):
@@ -123,7 +202,7 @@ class Storage:
         if self.format.kind == "none":
             raise ValueError("format 'none' stores nothing to decode")
         if self.format.kind == "factored":
-            return factored_estimate(self).view(self.shape)
+            return factored_rows(self).view(self.shape)
         parts = self.slab(0, self.layout.rows)
         return codec.decode(parts, self.layout.cols, self.format, visible).view(self.shape)
 
@@ -142,55 +221,17 @@ class Storage:
 
     def _factorize(self, values: Tensor) -> None:
         stack = values.to(torch.float64).view(self.layout.matrices, self.layout.matrix_rows, self.layout.cols)
-        row, col = matrix_means(stack)
+        row, col = factored.matrix_means(stack)
         self.tensors["row"].copy_(row.view_as(self.tensors["row"]))
         self.tensors["col"].copy_(col)
 
 
-# --- factored second moments ----------------------------------------------------------------------------
-
-
-def exact_sum(x: Tensor, dim: int, peak: Tensor, count: int) -> Tensor:
-    """The sum of non-negative numbers whose bits do not depend on the order of summation.
-
-    The summands are rounded to integers in units of a power of two, chosen from the largest one so that
-    the sum stays below 2^53; fp64 adds such integers without error, so threads, vector lanes and ranks may
-    add in any order. The loss is at most ``count * 2^-52`` of the largest summand.
-
-    Args:
-        x: non-negative summands, fp64.
-        dim: the dimension to sum over.
-        peak: a largest summand, broadcastable to `x` and constant along `dim` (of the whole, if `x` is a shard).
-        count: the largest number of summands of one sum (of the whole, if `x` is a shard).
-    """
-    unit = sum_unit(peak, count)
-    return ((x / unit).round().sum(dim, keepdim=True) * unit).squeeze(dim)
-
-
-def sum_unit(peak: Tensor, count: int) -> Tensor:
-    """The power of two in which `exact_sum` counts, fp64."""
-    _, exponent = torch.frexp(peak.to(torch.float64))  # peak < 2^exponent
-    bits = 52 - (max(count, 1) - 1).bit_length()
-    return torch.ldexp(torch.ones_like(peak, dtype=torch.float64), exponent - bits)
-
-
-def matrix_means(stack: Tensor) -> tuple[Tensor, Tensor]:
-    """Row and column means, order-free, of non-negative fp64 matrices ``[n, rows, cols]``; rounded to fp32."""
-    _, rows, cols = stack.shape
-    peak = stack.amax((1, 2), keepdim=True)
-    row = exact_sum(stack, 2, peak, max(rows, cols)) / cols
-    col = exact_sum(stack, 1, peak, max(rows, cols)) / rows
-    return row.to(torch.float32), col.to(torch.float32)
-
-
-def factored_estimate(storage: Storage, start: int = 0, stop: int | None = None) -> Tensor:
-    """The second moment ``row_i / mean(row) * col_j`` of some rows (all by default): fp32 ``[rows, cols]``."""
+def factored_rows(storage: Storage, start: int = 0, stop: int | None = None, means: Tensor | None = None) -> Tensor:
+    """A factored moment of some rows (all by default), fp32 ``[rows, cols]``; `means` of the row factors if known."""
     layout = storage.layout
-    row = storage.tensors["row"].view(layout.matrices, layout.matrix_rows)
-    wide = row.to(torch.float64)
-    total = exact_sum(wide, 1, wide.amax(1, keepdim=True), layout.matrix_rows)
-    mean = (total / layout.matrix_rows).to(torch.float32).unsqueeze(1)
-    ratio = torch.where(mean > 0, row / torch.where(mean > 0, mean, 1.0), 0.0).view(layout.rows, 1)
+    row, col = storage.tensors["row"], storage.tensors["col"]
+    if means is None:
+        means = factored.row_means(row.view(layout.matrices, layout.matrix_rows))
     stop = layout.rows if stop is None else stop
     which = torch.arange(start, stop, device=row.device) // layout.matrix_rows
-    return ratio[start:stop] * storage.tensors["col"][which]
+    return factored.estimate(row.view(-1, 1)[start:stop], col[which], means[which].unsqueeze(1))

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from masterless.formats import parse
-from masterless.formats.codec import LOG_STEP_UNIT, bits_float
+from masterless.formats.codec import bits_float, read_log_metadata
 from masterless.formats.packing import unpack
-from masterless.formats.storage import Storage, factored_estimate
+from masterless.formats.storage import Storage, factored_rows
 from masterless.insight import forecast as predict
 from masterless.optim.base import LowBitOptimizer
-from masterless.optim.resets import carries_residue, local_step
-from masterless.step.rules import Scalars, Update, finish_adafactor
+from masterless.optim.resets import local_step
+from masterless.step import tile
+from masterless.step.rules import Scalars
 from masterless.tensor.quantized import weight_storage
 
 _PLAIN = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -54,7 +55,7 @@ def take_snapshot(
     if not state or weight is None or not p.numel():
         return None
     layout = weight.layout
-    whole = isinstance(optimizer, LowBitOptimizer) and optimizer.rule(group).name == "adafactor"
+    whole = isinstance(optimizer, LowBitOptimizer) and optimizer.rule(group).finish is not None
     stride = 1 if whole else max(1, -(-layout.rows * layout.cols // sample))
     rows = torch.arange(0, layout.rows, stride, device=p.device)
     stored = _states_of(optimizer, group, p)
@@ -119,14 +120,13 @@ class _Exact:
 def _exact(
     optimizer: LowBitOptimizer, before: Snapshot, grad: Tensor, weight: Storage, stored: dict[str, Storage]
 ) -> _Exact:
-    group, rule = before.group, optimizer.rule(before.group)
+    group, compensated = before.group, optimizer.compensates(before.p, before.group)
+    rule = optimizer.rule(group, compensated)
     first, second = rule.first, rule.second
     c = rule.scalars(group, *(before.ages.get(key or "", 0) + 1 for key in (first, second)))
     w = before.weight.decode()
-    g = -grad if group["maximize"] else grad
-    g = g + w * c.l2 if c.l2 else g
+    g = tile.descent_gradient(grad, w, c, group["maximize"])
     m = before.states[first].decode() if first in before.states else None
-
     entering = None
 
     def second_moment(innovation: Tensor) -> Tensor:
@@ -134,22 +134,18 @@ def _exact(
         entering = innovation
         assert second is not None
         if second in before.states:
-            return before.states[second].decode() * c.keep2 + innovation * c.rate2
-        return factored_estimate(stored[second])[before.rows]  # updated before the rule reads it
+            return tile.averaged(before.states[second].decode(), c)(innovation)
+        return factored_rows(stored[second])[before.rows]  # updated before the rule reads it
 
-    if rule.name == "adafactor":
-        raw = rule.update(g, None, second_moment, c._replace(clip=1.0))
-        assert raw.denominator is not None
-        c = finish_adafactor(c, group, _rms(w), _rms(raw.direction / raw.denominator))
-    update: Update = rule.update(g, m, second_moment, c)
-    moved = update.direction if update.denominator is None else update.direction / update.denominator
-    target = w * c.decay - moved * c.step_size
+    if rule.finish is not None:
+        raw = tile.moved(rule.update(g, None, second_moment, c._replace(clip=1.0)))
+        c = rule.finish(c, group, _rms(w), _rms(raw))
+    target, update = tile.advance(rule, c, g, w, m, second_moment)
     moments, injected = {}, None
     if first in before.states and update.first is not None:
         moments[first] = update.first
-        if carries_residue(before.p, group):
-            unit = c.inject if update.denominator is None else update.denominator * c.inject
-            residue = (target - weight.decode()) * unit
+        if compensated:
+            residue = tile.injection(c, target - weight.decode())
             injected = _ratio(float(residue.norm()), float(update.first.norm()))
             moments[first] = update.first + residue
     if second in before.states and update.second is not None:
@@ -242,10 +238,9 @@ def _clipped(storage: Storage, exact: Tensor) -> float | None:
         return per_block.repeat_interleave(format.granularity, dim=1)[:, : storage.layout.cols]
 
     if format.kind == "log":
-        top = storage.rows_of("top").to(torch.int64) << 16
-        raw = storage.rows_of("step").to(torch.int64) & 0xFFFF
-        last = 2**format.bits - 1 - (raw >> 15)
-        bottom = bits_float((top - last * ((raw & 0x7FFF) << LOG_STEP_UNIT)).clamp(min=0))
+        top, step, flag = read_log_metadata({name: storage.rows_of(name) for name in ("top", "step")})
+        last = 2**format.bits - 1 - flag.to(torch.int64)
+        bottom = bits_float((top - last * step).clamp(min=0))
         return _share((exact > spread(bits_float(top))) | ((exact > 0) & (exact < spread(bottom))))
     scale = spread(storage.rows_of("scale").to(torch.float32))
     return _share((exact > scale * format.levels[-1]) | (exact < scale * format.levels[0]))
@@ -263,12 +258,13 @@ def _predictions(
     names: tuple[str | None, str | None]
     if isinstance(optimizer, LowBitOptimizer):
         assert exact is not None
-        rule, c, rounding = optimizer.rule(group), exact.scalars, group["rounding"]
-        # A momentum that is no average (SGD's, RMSprop's) or holds injected residue is not the model's, nor is a
-        # second moment whose decay changes from step to step (Adafactor's).
-        averages = rule.name.startswith("adam") or rule.name == "adabelief"
-        names = (rule.first if averages and exact.injected is None else None, rule.second)
-        names = (None, None) if rule.name == "adafactor" else names
+        rule = optimizer.rule(group, optimizer.compensates(before.p, group))
+        c, rounding = exact.scalars, group["rounding"]
+        # A momentum that is no average (SGD's, RMSprop's) or is scaled by the learning rate (as one that holds injected
+        # residue is) is not the model's, nor is a second moment whose decay changes from step to step (Adafactor's).
+        averages = rule.name in ("adam", "adam_update_units", "adabelief")
+        names = (rule.first if averages else None, rule.second)
+        names = (None, None) if rule.finish is not None else names
         betas, in_updates = (c.keep1, c.keep2), rule.name == "adam_update_units"
     elif "betas" in group:
         names, betas = ("exp_avg", "exp_avg_sq"), (float(group["betas"][0]), float(group["betas"][1]))

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from masterless.formats import Format
-from masterless.formats.codec import LOG_STEP_UNIT
+from masterless.formats.codec import read_log_metadata
 from masterless.formats.packing import unpack
 from masterless.formats.storage import Storage
-from masterless.insight import staleness
-from masterless.insight.staleness import Grid
+from masterless.step import staleness
+from masterless.step.staleness import Grid
 
-_OCTAVE = 2 ** (23 - LOG_STEP_UNIT)  # units of a log block's step in a factor of two
 _MEDIAN = 0.4549  # of chi-square(1)
 _QUANTILES = 8  # relative gaps that stand for those of all elements
 
@@ -72,7 +71,8 @@ def relative_gaps(storage: Storage) -> Tensor:
         gap = 2.0 ** -(24 if format.kind == "float32" else 8)
         return torch.where(fraction > 0, gap / fraction, 0.0)
     if format.kind == "log":
-        gaps = (storage.rows_of("step").to(torch.int64) & 0x7FFF) * (math.log(2) / _OCTAVE)
+        _, step, _ = read_log_metadata({name: storage.rows_of(name) for name in ("top", "step")})
+        gaps = step * (math.log(2) / 2**23)
         wide = gaps.repeat_interleave(storage.layout.block(format), dim=1)
         return wide[:, : storage.layout.cols].to(torch.float32)
     levels, codes = (torch.tensor(column) for column in format.table)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from masterless.formats import Format, as_first_moment, as_second_moment, parse
 from masterless.formats.layout import is_matrix_like
 from masterless.formats.storage import predicted_bytes
 from masterless.optim.base import LowBitOptimizer
-from masterless.tensor.quantized import QuantizedTensor, as_weight
+from masterless.tensor.quantized import as_weight, local_bytes, local_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Bytes:
 
     @property
     def per_parameter(self) -> float:
-        """Bytes a parameter."""
+        """Bytes per parameter."""
         return self.total / self.parameters if self.parameters else 0.0
 
     def __add__(self, other: Bytes) -> Bytes:
@@ -71,29 +71,22 @@ def stored_formats(
 
 
 def measure(optimizer: LowBitOptimizer) -> dict[str, Bytes]:
-    """Bytes of the live tensors of every parameter of an optimizer, by name. States are there after a first step."""
+    """Bytes that this process holds of every parameter of an optimizer, by name; of a sharded one its shard's.
+
+    States are there after a first step.
+    """
     return {
-        name: Bytes(p.numel(), _weight_bytes(p), _state_bytes(optimizer, p)) for _, p, name in optimizer.parameters()
+        name: Bytes(local_of(p).numel(), local_bytes(p), optimizer.state_bytes_of(p))
+        for _, p, name in optimizer.parameters()
     }
 
 
 def predict_optimizer(optimizer: LowBitOptimizer) -> dict[str, Bytes]:
     """What `measure` will say once every parameter has been stepped, from shapes and formats."""
-    return {
-        name: Bytes(
-            p.numel(),
-            predicted_bytes(p.format, p.shape) if isinstance(p, QuantizedTensor) else p.numel() * p.itemsize,
-            sum(predicted_bytes(fmt, p.shape) for fmt in optimizer.state_formats(p, group).values()),
-        )
-        for group, p, name in optimizer.parameters()
-    }
 
+    def predicted(group: dict[str, Any], p: Tensor) -> Bytes:
+        shape = tuple(local_of(p).shape)
+        states = sum(predicted_bytes(fmt, shape) for fmt in optimizer.state_formats(p, group).values())
+        return Bytes(math.prod(shape), local_bytes(p), states)
 
-def _weight_bytes(p: Tensor) -> int:
-    return p.stored_bytes if isinstance(p, QuantizedTensor) else p.numel() * p.itemsize
-
-
-def _state_bytes(optimizer: LowBitOptimizer, p: Tensor) -> int:
-    """Bytes of the moments; step counters are single numbers and not counted."""
-    state = optimizer.state.get(p, {})
-    return sum(v.numel() * v.itemsize for k, v in state.items() if torch.is_tensor(v) and v.dim() > 0)
+    return {name: predicted(group, p) for group, p, name in optimizer.parameters()}

@@ -109,9 +109,11 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> list[str
         with torch.no_grad():
             for name, source in sources.items():
                 target, entry = targets[name], entries[source]
-                target.copy_(entry.read(file))
                 if isinstance(target, QuantizedTensor) and entry.format is None:
+                    target.encode_(entry.read(file))
                     rounded.append(name)
+                else:
+                    target.copy_(entry.read(file))
     return rounded
 
 

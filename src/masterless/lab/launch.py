@@ -46,7 +46,7 @@ from masterless.lab.train.run_files import (
     write_text,
 )
 from masterless.optim.backward import step_in_backward
-from masterless.sharding.place import local_bytes
+from masterless.tensor.quantized import local_bytes
 
 MODES = ("ddp", "fsdp")
 

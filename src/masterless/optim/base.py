@@ -3,17 +3,18 @@
 Contract:
     * Every option sits in `defaults` and can be overridden per param group.
     * Which tensors get low-bit states is decided from the parameter's full shape (`layout.is_matrix_like`):
-      with ``quantize="matrices"`` (the default) vectors and very narrow matrices keep fp32 states.
+      with ``quantize_states="matrices"`` (the default) vectors and very narrow matrices keep fp32 states.
     * `.grad` is never written. State is plain tensors. Nothing is printed.
     * A parameter's random bits depend on its name if the optimizer was given names, else on its position.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -24,26 +25,14 @@ from masterless.formats import Format, as_first_moment, as_second_moment, parse
 from masterless.formats.layout import is_matrix_like
 from masterless.formats.rounding import check_rounding
 from masterless.formats.scaling import POLICIES
-from masterless.formats.storage import Storage, tensor_specs
-from masterless.optim import resets, stepping
-from masterless.optim import state_dict as checkpoint
-from masterless.step import dispatch as ops
-from masterless.step.rules import Rule, check_next_lr
-from masterless.tensor.quantized import local_of, weight_storage
-
-COMMON_DEFAULTS: dict[str, Any] = {
-    "maximize": False,
-    "rounding": "stochastic",
-    "weight_rounding": "stochastic",
-    "error_compensation": True,
-    "scale_policy": "held",
-    "next_lr": None,
-    "quantize": "matrices",
-    "nonfinite": "raise",
-    "reset": None,
-    "seed": 0,
-    "backend": "auto",
-}
+from masterless.formats.storage import COUNTERS, Storage, predicted_bytes, refuse_leftovers, state_key, tensor_specs
+from masterless.optim import resets, state_dict, units
+from masterless.optim.options import COMMON_DEFAULTS, REFUSED, refuse
+from masterless.optim.plan import PLAIN, Member, StepPlan
+from masterless.optim.state_dict import prepare_for_load
+from masterless.step import dispatch
+from masterless.step.rules import Rule
+from masterless.tensor.quantized import local_bytes, local_of, weight_storage
 
 
 class LossyUpdateWarning(UserWarning):
@@ -75,22 +64,31 @@ class LowBitOptimizer(Optimizer):
 
     nonfinite_counts: dict[str, int]
     reset_counts: dict[str, int]
-    prepared: dict[int, stepping.Prepared]  # by the parameter's id
-    batch: stepping.Batch | None
-    roster: tuple[list[Any], list[stepping.Member]] | None  # what the groups were like, and their members
+    plan: StepPlan
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.nonfinite_counts = {}
         self.reset_counts = {}
-        self.prepared, self.batch, self.roster = {}, None, None
-        defaults = {**COMMON_DEFAULTS, **defaults, "masterless_version": checkpoint.VERSION}
+        self.plan = StepPlan()
+        defaults = {**COMMON_DEFAULTS, **defaults, "masterless_version": state_dict.VERSION}
         self._check_group(dict(defaults))  # a copy: what "auto" resolves to is each group's own affair
         super().__init__(params, defaults)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Writes the options that all optimizers share into the signature, where users look for them."""
+        super().__init_subclass__(**kwargs)
+        own = inspect.signature(cls.__init__)
+        named = [p for p in own.parameters.values() if p.name != "self" and p.kind is not p.VAR_KEYWORD]
+        shared = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+            for name, default in COMMON_DEFAULTS.items()
+        ]
+        cls.__signature__ = inspect.Signature([*named, *shared])  # type: ignore[attr-defined]
+
     # --- what a subclass says -----------------------------------------------------------------------------
 
-    def rule(self, group: dict[str, Any]) -> Rule:
-        """The rule that updates this group."""
+    def rule(self, group: dict[str, Any], compensated: bool = False) -> Rule:
+        """The rule that updates this group's parameters; `compensated` ones carry what rounding took from them."""
         raise NotImplementedError
 
     def momentum(self, group: dict[str, Any]) -> float:
@@ -109,12 +107,13 @@ class LowBitOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters with options of its own; the rest is taken from the defaults."""
-        unknown = [k for k in param_group if k not in self.defaults and k not in ("params", "param_names")]
-        if unknown:
-            raise ValueError(
-                f"{type(self).__name__}: unknown options {unknown} in a param group; "
-                f"known: {', '.join(sorted(self.defaults))}"
-            )
+        refuse(**{key: value for key, value in param_group.items() if key in REFUSED})
+        for key in param_group:  # as in torch a group may carry keys of its own, but not a misspelt option
+            meant = [] if key in self.defaults else difflib.get_close_matches(key, self.defaults, n=1, cutoff=0.8)
+            if meant:
+                raise ValueError(
+                    f"{type(self).__name__}: unknown option {key!r} in a param group; did you mean {meant[0]!r}?"
+                )
         merged = {**self.defaults, **{k: v for k, v in param_group.items() if k in self.defaults}}
         self._check_group(merged)
         param_group = {**param_group, **{k: merged[k] for k in merged}}
@@ -132,7 +131,6 @@ class LowBitOptimizer(Optimizer):
         if isinstance(lr, Tensor):
             require(lr.numel() == 1, "lr", lr, "a tensor learning rate must have one element")
         require(float(lr) >= 0.0, "lr", lr, "the learning rate must not be negative")
-        check_next_lr(group["next_lr"])
         require(group["weight_decay"] >= 0.0, "weight_decay", group["weight_decay"], "must not be negative")
         self.check_hyperparameters(group)
         if self.first_name:
@@ -156,16 +154,19 @@ class LowBitOptimizer(Optimizer):
         )
         policy = group["scale_policy"]
         require(policy in POLICIES, "scale_policy", policy, f"choose one of {', '.join(POLICIES)}")
-        require(group["quantize"] in ("matrices", "all"), "quantize", group["quantize"], "'matrices' or 'all'")
+        scope = group["quantize_states"]
+        require(scope in ("matrices", "all"), "quantize_states", scope, "'matrices' or 'all'")
+        compensation = group["error_compensation"]
+        require(compensation in (None, True, False), "error_compensation", compensation, "None, True or False")
         require(group["nonfinite"] in ("raise", "skip"), "nonfinite", group["nonfinite"], "'raise' or 'skip'")
         seed = group["seed"]
         require(isinstance(seed, int) and 0 <= seed < 2**63, "seed", seed, "a non-negative 63-bit integer")
-        ops.check_backend(group["backend"])
+        dispatch.check_choice(group["backend"])
         resets.check_schedule(self, group)
 
     def _check_parameter(self, p: Tensor, group: dict[str, Any]) -> None:
         storage = weight_storage(p)
-        if storage is None and p.dtype not in stepping.PLAIN:
+        if storage is None and p.dtype not in PLAIN:
             raise ValueError(
                 f"parameter of shape {tuple(p.shape)} is {p.dtype}: steps are computed in fp32 and stored in the "
                 f"parameter's own format, which must be float32, bfloat16 or quantized; convert it with .float() "
@@ -178,25 +179,40 @@ class LowBitOptimizer(Optimizer):
         if storage is None or storage.format.master:
             return
         self._warn_of_losses(storage.format, group)
-        if not group["error_compensation"]:
-            return
-        name, rule = type(self).__name__, self.rule(group)
+        # Asked for by name, units that cannot carry the error would switch compensation off without a word.
+        named = group["error_compensation"] is None and group.get("moment_units") in ("gradient", "update")
+        if group["error_compensation"] or (named and self.has_momentum(group)):
+            self._require_compensation(storage.format, group)
+
+    def compensates(self, p: Tensor, group: dict[str, Any]) -> bool:
+        """Whether what rounding takes from a parameter is injected into its momentum.
+
+        ``error_compensation=None`` means: wherever the rule can. A sign step (Lion) and a rule without momentum cannot.
+        """
+        storage = weight_storage(p)
+        if storage is None or storage.format.master or group["error_compensation"] is False:
+            return False
+        return self.rule(group, True).compensable and self.has_momentum(group)
+
+    def _require_compensation(self, format: Format, group: dict[str, Any]) -> None:
+        name = type(self).__name__
+        rule = self.rule(group, True)
         if not rule.compensable:
             raise ValueError(
-                f"{name} cannot compensate the rounding error of a parameter stored as '{storage.format}': its step "
-                f"is a sign, which no change of the momentum can make larger or smaller by a given error; pass "
-                f"error_compensation=False (with hidden bits, e.g. 'int4+4', little is lost)"
+                f"{name} cannot compensate the rounding error of a parameter stored as '{format}': {rule.obstacle}"
             )
         if not self.has_momentum(group):
             raise ValueError(
                 f"{name} without momentum has no buffer to carry the rounding error of a parameter stored as "
-                f"'{storage.format}'; pass error_compensation=False, or set a momentum (beta1) above zero"
+                f"'{format}'; pass error_compensation=False, or set a momentum (beta1) above zero"
             )
 
     def _warn_of_losses(self, format: Format, group: dict[str, Any]) -> None:
         if group["weight_rounding"] != "nearest" or format.fine_bits >= 4:
             return
-        if not group["error_compensation"]:
+        able = self.rule(group, True).compensable and self.has_momentum(group)
+        carried = group["error_compensation"] is not False and able
+        if not carried:
             warnings.warn(
                 f"weights stored as '{format}' with weight_rounding='nearest' and no error compensation lose every "
                 f"update below half a quantum, which is most of them; use weight_rounding='stochastic'",
@@ -224,7 +240,7 @@ class LowBitOptimizer(Optimizer):
             wanted[self.second_name] = parse(group[self.second_name])
         if is_matrix_like(p.shape):
             return wanted
-        every = group["quantize"] == "all"
+        every = group["quantize_states"] == "all"
 
         def fallback(fmt: Format) -> Format:
             # A vector has no rows and columns to factor.
@@ -237,31 +253,40 @@ class LowBitOptimizer(Optimizer):
         """A parameter's states as storages over the tensors in ``self.state[p]``; allocates them if need be."""
         state = self.state[p]
         if "step" not in state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.zeros((), dtype=torch.int64)
+            units.mark(self, group, p, state)
         if local_of(p) is not p:
-            from masterless.sharding import place as sharding
+            from masterless.sharding import place  # torch.distributed is large, and one process does without
 
-            return sharding.state_storage(p, state, self.state_formats(p, group))
+            return place.state_storage(p, state, self.state_formats(p, group))
         storages = {}
         for name, fmt in self.state_formats(p, group).items():
-            keys = {part: checkpoint.state_key(name, part) for part in tensor_specs(fmt, p.shape)}
+            keys = {part: state_key(name, part) for part in tensor_specs(fmt, p.shape)}
             if any(key not in state for key in keys.values()):
+                refuse_leftovers(name, fmt, state)
                 fresh = Storage.zeros(fmt, p.shape, p.device)
                 state.update({keys[part]: tensor for part, tensor in fresh.tensors.items()})
             storages[name] = Storage(fmt, tuple(p.shape), {part: state[key] for part, key in keys.items()})
         return storages
 
-    def parameters(self) -> Iterator[tuple[dict[str, Any], Tensor, str]]:
-        """All parameters with their group and their name (its position, written ``#i``, if it has none)."""
+    def parameters(self) -> Iterator[Member]:
+        """All parameters with their group and a name of their own (its position, written ``#i``, if it has none).
+
+        Two models in one optimizer may have the same names: a later one of a name has ``name@2``, ``name@3``, ...
+        """
         position = 0
+        seen: dict[str, int] = {}
         for group in self.param_groups:
             names = group.get("param_names")
             for i, p in enumerate(group["params"]):
-                yield group, p, names[i] if names else f"#{position}"
+                name = names[i] if names else f"#{position}"
+                seen[name] = seen.get(name, 0) + 1
+                yield group, p, name if seen[name] == 1 else f"{name}@{seen[name]}"
                 position += 1
 
     # --- the step -----------------------------------------------------------------------------------------
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Performs one optimization step.
@@ -270,51 +295,36 @@ class LowBitOptimizer(Optimizer):
             closure: re-evaluates the model and returns the loss.
 
         Raises:
-            NonFiniteGradientError: if a gradient held NaN or infinity (unless ``nonfinite="skip"``). The tiles it
-                lies in were left exactly as they were, everything else has been stepped.
+            NonFiniteGradientError: if a gradient held NaN or infinity (unless ``nonfinite="skip"``). Nothing has
+                changed then, and the step is not counted.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        members = self._members()
+        members = list(self.parameters())
         with_gradient = [] if self.state else [member for member in members if member[1].grad is not None]
-        if with_gradient and checkpoint.is_rehearsal(self, with_gradient):
+        if with_gradient and state_dict.is_rehearsal(self, with_gradient):
             for group, p, _ in with_gradient:
                 self.state_storage(p, group)
         else:
             self.step_parameters(members)
         return loss
 
-    def _members(self) -> list[stepping.Member]:
-        """What `parameters` yields, from the last step if the groups have not changed since."""
-        ids = [*map(id, chain.from_iterable([group["params"] for group in self.param_groups]))]
-        names = [[*group.get("param_names", ())] for group in self.param_groups]
-        seen = [*map(id, self.param_groups), ids, names]
-        if self.roster is None or self.roster[0] != seen:
-            self.roster = seen, list(self.parameters())
-        return self.roster[1]
-
     @torch.no_grad()
-    def step_parameters(self, parameters: Iterable[tuple[dict[str, Any], Tensor, str]]) -> None:
+    def step_parameters(self, parameters: Iterable[Member]) -> None:
         """Steps some of the parameters, given as `parameters` yields them; those without a gradient stay."""
-        for group in self.param_groups:
-            check_next_lr(group["next_lr"])  # here, too, before anything is counted: schedules write into the group
-        parameters = list(parameters)
-        bad = stepping.step(self, parameters)
-        if not bad:
-            return
-        for name, count in bad.items():
-            self.nonfinite_counts[name] = self.nonfinite_counts.get(name, 0) + count
-        fatal = {name: bad[name] for group, _, name in parameters if name in bad and group["nonfinite"] != "skip"}
+        bad = self.plan.step(self, list(parameters))
+        fatal = [f"{name} ({count} elements)" for (group, _, name), count in bad if group["nonfinite"] != "skip"]
         if fatal:
-            listing = ", ".join(f"{name} ({count} elements)" for name, count in list(fatal.items())[:8])
             more = f" and {len(fatal) - 8} more" if len(fatal) > 8 else ""
             raise NonFiniteGradientError(
-                f"gradients are not finite (or their squares overflow) in {listing}{more}. The affected tiles of "
-                f"weights and states were left as they were. Check the loss and the learning rate, clip "
-                f"gradients, or pass nonfinite='skip' to go on and only count them"
+                f"gradients are not finite (or their squares overflow) in {', '.join(fatal[:8])}{more}. No weight and "
+                f"no state has changed. Check the loss and the learning rate, clip gradients, or pass nonfinite='skip' "
+                f"to go on and only count them"
             )
+        for (_, _, name), count in bad:
+            self.nonfinite_counts[name] = self.nonfinite_counts.get(name, 0) + count
 
     def _local_steps(self, state: dict[str, Any]) -> tuple[int, int]:
         """Updates each moment has seen since it was last zero: what its bias correction must count."""
@@ -350,7 +360,7 @@ class LowBitOptimizer(Optimizer):
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():  # they see the dict, not our sealed one
             state_dict = hook(self, state_dict) or state_dict
-        prepared = checkpoint.prepare_for_load(self, state_dict)
+        prepared = prepare_for_load(self, state_dict)
         hooks, before = self._optimizer_load_state_dict_pre_hooks, (self.state, self.param_groups)
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
         try:
@@ -369,19 +379,17 @@ class LowBitOptimizer(Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("nonfinite_counts", {})
         self.__dict__.setdefault("reset_counts", {})
-        self.prepared, self.batch, self.roster = {}, None, None
-        checkpoint.finish_load(self)
+        self.plan = StepPlan()
+        state_dict.finish_load(self)
 
     def torch_state_dict(self) -> dict[str, Any]:
         """This optimizer's state as a state dict of its torch.optim twin, moments in fp32."""
-        return checkpoint.export_to_torch(self)
+        return state_dict.export_to_torch(self)
 
     # --- memory -------------------------------------------------------------------------------------------
 
     def predicted_state_bytes(self) -> int:
         """Bytes that all moments take (metadata included), from shapes and formats; nothing is allocated."""
-        from masterless.formats.storage import predicted_bytes
-
         return sum(
             predicted_bytes(fmt, p.shape)
             for group, p, _ in self.parameters()
@@ -390,9 +398,9 @@ class LowBitOptimizer(Optimizer):
 
     def state_bytes(self) -> int:
         """Bytes of the live moments (of this process's shards of them), metadata included."""
-        return sum(
-            local_of(value).numel() * value.itemsize
-            for state in self.state.values()
-            for key, value in state.items()
-            if isinstance(value, Tensor) and key != "step" and not key.endswith(checkpoint.COUNTERS)
-        )
+        return sum(map(self.state_bytes_of, self.state))
+
+    def state_bytes_of(self, p: Tensor) -> int:
+        """Bytes of one parameter's live moments; counters are single numbers and not counted."""
+        state = self.state.get(p, {})
+        return local_bytes(*(v for k, v in state.items() if k != "step" and not k.endswith(COUNTERS)))

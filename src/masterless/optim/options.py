@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from masterless.optim.base import COMMON_DEFAULTS
+COMMON_DEFAULTS: dict[str, Any] = {
+    "maximize": False,
+    "rounding": "stochastic",
+    "weight_rounding": "stochastic",
+    "error_compensation": None,
+    "scale_policy": "held",
+    "quantize_states": "matrices",
+    "nonfinite": "raise",
+    "reset": None,
+    "seed": 0,
+    "backend": "auto",
+}
 
 
 class Options(TypedDict, total=False):
@@ -15,28 +26,27 @@ class Options(TypedDict, total=False):
         rounding: how states are rounded: "stochastic" (unbiased), "nearest", or "stochastic-log" (a log code is
             dithered uniformly, as SOLO does; other codes are rounded stochastically).
         weight_rounding: how weights stored in bf16 or quantized are rounded: "stochastic" or "nearest".
-        error_compensation: what rounding a quantized weight loses is injected into the momentum (ECO).
+        error_compensation: what rounding a quantized weight loses is injected into the momentum (ECO). None (the
+            default): wherever the rule has a momentum that can carry it; True: refuse where it cannot; False: drop it.
         scale_policy: of quantized weights: "held" or "recompute".
-        next_lr: the next step's learning rate, if known: error compensation then aims at it instead of this one's.
-        quantize: which parameters get low-bit states: "matrices", or "all" (vectors and narrow matrices too).
-        nonfinite: on NaN or infinite gradients: "raise" after the step, or "skip" the tile and only count.
+        quantize_states: which parameters get low-bit states: "matrices", or "all" (vectors and narrow matrices too).
+        nonfinite: on NaN or infinite gradients: "raise", with nothing changed, or "skip" the tile and only count.
         reset: when second moments that stall are restarted: None (never), "auto" (the predicted period, where one is
             due), a number of steps, or "adaptive" (measured); see `masterless.optim.resets.ResetSchedule`.
         seed: of the random bits.
         backend: "auto" or "reference".
-        foreach: accepted as None or False for compatibility; see `refuse`.
-        capturable: likewise.
-        differentiable: likewise.
+        foreach: accepted for compatibility: a step is one call over all tensors in any case.
         fused: likewise.
+        capturable: refused, as is differentiable.
+        differentiable: see there.
     """
 
     maximize: bool
     rounding: str
     weight_rounding: str
-    error_compensation: bool
+    error_compensation: bool | None
     scale_policy: str
-    next_lr: float | None
-    quantize: str
+    quantize_states: str
     nonfinite: str
     reset: str | int | None
     seed: int
@@ -47,11 +57,9 @@ class Options(TypedDict, total=False):
     fused: bool | None
 
 
-_REFUSED = {
+REFUSED = {
     "amsgrad": "it needs a third buffer, and a maximum of rounded numbers only ever rounds up; leave it out",
     "centered": "it needs a third buffer; AdaBelief tracks the variance around the mean with two",
-    "foreach": "the whole step is already one call over all tensors; leave it out",
-    "fused": "the whole step is already one fused call over all tensors; leave it out",
     "capturable": "the step's scalars are computed on the host; leave it out",
     "differentiable": "rounding has no derivative; use torch.optim for differentiable steps",
 }
@@ -61,13 +69,15 @@ def refuse(**arguments: Any) -> None:
     """Raises a ValueError for any torch.optim argument that is switched on and cannot be honoured."""
     for name, value in arguments.items():
         if value:
-            raise ValueError(f"{name}={value!r} is not supported: {_REFUSED[name]}")
+            raise ValueError(f"{name}={value!r} is not supported: {REFUSED[name]}")
 
 
 def common(options: Options) -> dict[str, Any]:
     """The shared options of a constructor call, checked for unknown and refused ones."""
     chosen: dict[str, Any] = dict(options)
-    refuse(**{name: chosen.pop(name, None) for name in ("foreach", "capturable", "differentiable", "fused")})
+    for name in ("foreach", "fused"):  # how torch loops over tensors; here it is one fused call
+        chosen.pop(name, None)
+    refuse(**{name: chosen.pop(name, None) for name in ("capturable", "differentiable")})
     unknown = [name for name in chosen if name not in COMMON_DEFAULTS]
     if unknown:
         raise TypeError(f"unknown options {unknown}; known: {', '.join(COMMON_DEFAULTS)}")

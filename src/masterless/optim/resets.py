@@ -12,9 +12,8 @@ Contract:
       rare as n steps after a zero start. Codes do not change, only their scales (a log code is encoded anew).
     * A schedule is plain data in the param group and reads nothing but counters of the state dict: a resumed run resets
       where the uninterrupted one would have.
-    * Under error compensation the momentum holds what rounding took from the weights, in units of
-      the denominator sqrt(v). A hard reset of v changes those units from element to element, one of m throws the
-      residue away. Hence m is reset only if it is named.
+    * Under error compensation the momentum holds what rounding took from the weights. A reset of m throws it away;
+      hence m is reset only if it is named. A reset of v does not touch it: the momentum is then in units of the weight.
     * Scheduled resets are soft unless the schedule says otherwise: measured, soft ones halve what stalling costs, and
       hard ones cost more than they gain (`docs/staleness.md`).
 """
@@ -31,10 +30,9 @@ from torch import Tensor
 
 from masterless.formats import Format, parse
 from masterless.formats.packing import unpack
-from masterless.formats.storage import Storage, factored_estimate
-from masterless.insight import staleness
+from masterless.formats.storage import Storage, factored_rows
+from masterless.step import staleness
 from masterless.step.rules import Scalars
-from masterless.tensor.quantized import weight_storage
 
 if TYPE_CHECKING:
     from masterless.optim.base import LowBitOptimizer
@@ -167,7 +165,7 @@ def reset_state(
     entries = []
     for group, p, name in _chosen(optimizer, params):
         for state in _state_names(optimizer, group, states):
-            if every and state == optimizer.first_name and carries_residue(p, group):
+            if every and state == optimizer.first_name and optimizer.compensates(p, group):
                 reason = f"kept: it holds the residue of the rounded weight; name {state!r} in states= to reset it"
                 entries.append(StateReset(name, state, 0, p.numel(), reason))
             else:
@@ -178,13 +176,13 @@ def reset_state(
 def before_step(
     optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str
 ) -> Callable[[], list[StateReset]]:
-    """Called between a parameter's counting of the step and the step; returns what to call after it."""
+    """Called before a parameter's step is taken and counted; returns what to call after it."""
     state_name = optimizer.second_name
     assert state_name is not None
     storage, state = optimizer.state_storage(p, group)[state_name], optimizer.state[p]
     schedule = ResetSchedule.parse(group["reset"])
     beta = optimizer.rule(group).scalars(group, 1, 1).keep2
-    age = local_step(state, state_name)
+    age = local_step(state, state_name) + 1  # once the coming step is counted
     due = False
     before = None
     if schedule.kind == "adaptive":
@@ -196,7 +194,7 @@ def before_step(
         stalls = storage.format.kind not in ("none", "factored")
         before = sampled_codes(storage) if stalls and age % MEASURE_EVERY == 0 else None
     elif schedule.period:
-        due = int(state["step"]) % schedule.period == 0
+        due = (int(state["step"]) + 1) % schedule.period == 0
     else:
         period = planned_period(storage.format, beta, group["rounding"])
         due = period is not None and age >= period
@@ -218,19 +216,13 @@ def local_step(state: dict[str, Any], name: str | None) -> int:
     return int(state["step"]) - (int(state.get(f"{name}.reset_step", 0)) if name else 0)
 
 
-def carries_residue(p: Tensor, group: dict[str, Any]) -> bool:
-    """Whether a parameter's momentum holds what rounding took from its weights."""
-    storage = weight_storage(p)
-    return storage is not None and not storage.format.master and bool(group["error_compensation"])
-
-
 # --- one state --------------------------------------------------------------------------------------------
 
 
 def _reset(
     optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str, state_name: str, mode: str
 ) -> StateReset:
-    corrected = _corrected(optimizer, group, state_name)
+    corrected = _corrected(optimizer, group, state_name, optimizer.compensates(p, group))
     if not corrected and state_name == optimizer.second_name:
         raise ValueError(f"states={state_name!r}: {_uncorrected(optimizer, group)}")
     if not corrected and mode == "soft":
@@ -264,7 +256,7 @@ def _count_nonzero(storage: Storage) -> int:
 
 def _decoded_rows(storage: Storage, start: int, stop: int) -> Tensor:
     if storage.format.kind == "factored":
-        return factored_estimate(storage, start, stop)
+        return factored_rows(storage, start, stop)
     part = Storage(storage.format, (stop - start, storage.layout.cols), storage.slab(start, stop))
     return part.decode()
 
@@ -283,16 +275,17 @@ def _rescale(storage: Storage, factor: float) -> None:
 # --- what a rule's scalars say of its bias correction -------------------------------------------------------
 
 
-def _scalars(optimizer: LowBitOptimizer, group: dict[str, Any], t1: int, t2: int) -> Scalars:
-    return optimizer.rule(group).scalars({**group, "lr": 1.0, "next_lr": None}, t1, t2)
+def _scalars(optimizer: LowBitOptimizer, group: dict[str, Any], t1: int, t2: int, compensated: bool = False) -> Scalars:
+    return optimizer.rule(group, compensated).scalars({**group, "lr": 1.0}, t1, t2)
 
 
-def _corrected(optimizer: LowBitOptimizer, group: dict[str, Any], state_name: str) -> bool:
+def _corrected(optimizer: LowBitOptimizer, group: dict[str, Any], state_name: str, compensated: bool = False) -> bool:
     """Whether the rule's step counts this moment's updates since zero."""
-    start, later = (_scalars(optimizer, group, t, t) for t in (1, 2))
     if state_name == optimizer.second_name:
+        start, later = (_scalars(optimizer, group, t, t) for t in (1, 2))
         return (start.bias2, start.rate2) != (later.bias2, later.rate2)
-    return _scalars(optimizer, group, 1, 9).step_size != _scalars(optimizer, group, 2, 9).step_size
+    start, later = (_scalars(optimizer, group, t, 9, compensated) for t in (1, 2))
+    return start.step_size != later.step_size
 
 
 def _weight(optimizer: LowBitOptimizer, group: dict[str, Any], state_name: str, n: int, k: int) -> float:

@@ -62,9 +62,10 @@ class SGD(LowBitOptimizer):
             },
         )
 
-    def rule(self, group: dict[str, Any]) -> Rule:
-        """SGD or its Nesterov form."""
-        return RULES["sgd_nesterov" if group["nesterov"] else "sgd"]
+    def rule(self, group: dict[str, Any], compensated: bool = False) -> Rule:
+        """SGD or its Nesterov form, with error compensation in weight units."""
+        name = "sgd_nesterov" if group["nesterov"] else "sgd"
+        return RULES[f"{name}_weight_units" if compensated else name]
 
     def momentum(self, group: dict[str, Any]) -> float:
         """The momentum."""
@@ -130,9 +131,9 @@ class RMSprop(LowBitOptimizer):
             },
         )
 
-    def rule(self, group: dict[str, Any]) -> Rule:
-        """RMSprop."""
-        return RULES["rmsprop"]
+    def rule(self, group: dict[str, Any], compensated: bool = False) -> Rule:
+        """RMSprop, with error compensation in weight units."""
+        return RULES["rmsprop_weight_units" if compensated else "rmsprop"]
 
     def momentum(self, group: dict[str, Any]) -> float:
         """The momentum."""
@@ -175,7 +176,7 @@ class Lion(LowBitOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "exp_avg": exp_avg}
         super().__init__(params, {**defaults, **common(options)})
 
-    def rule(self, group: dict[str, Any]) -> Rule:
+    def rule(self, group: dict[str, Any], compensated: bool = False) -> Rule:
         """Lion."""
         return RULES["lion"]
 

@@ -12,9 +12,8 @@ Contract:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +24,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from masterless.formats import Format
 from masterless.formats.layout import Layout
-from masterless.formats.storage import Storage, tensor_specs
-from masterless.optim import state_dict as checkpoint
-from masterless.sharding.agreement import Across
+from masterless.formats.storage import Storage, refuse_leftovers, state_key, tensor_specs
+from masterless.sharding.agreement import Ranks
 from masterless.tensor.quantized import local_of
-
-if TYPE_CHECKING:
-    from masterless.optim.base import LowBitOptimizer
 
 
 @dataclass(frozen=True)
@@ -90,12 +85,14 @@ class Place:
         """Whether every rank holds all of a stored tensor."""
         return part == "col" and self.splits_matrix
 
-    def task_fields(self) -> dict[str, Any]:
-        """What a `reference.Task` must know of its shard."""
-        across = Across(self.group, self.shape, self.splits_matrix) if self.dim is not None else None
+    def task_fields(self, device: torch.device) -> dict[str, Any]:
+        """What a `Task` must know of its shard."""
+        if self.dim is None:
+            return {}
+        ranks = Ranks(self.group, self.shape, self.splits_matrix, device)
         if self.vector:
-            return {"first_col": self.start if self.dim is not None else None, "across": across}
-        return {"first_row": self.start * Layout.of(self.shape).rows_per_slice, "across": across}
+            return {"first_col": self.start, "ranks": ranks}
+        return {"first_row": self.start * Layout.of(self.shape).rows_per_slice, "ranks": ranks}
 
     def wrap(self, local: Tensor, part: str, size: tuple[int, ...]) -> DTensor:
         """A local stored tensor as the DTensor of the whole of `size`."""
@@ -124,7 +121,7 @@ def check(p: Tensor, group: dict[str, Any], formats: dict[str, Format]) -> None:
         if place.vector and fmt.scaled:
             raise ValueError(
                 f"{name}='{fmt}' for a sharded vector of shape {place.shape}: its blocks would be cut between ranks; "
-                f"pass quantize='matrices' for this group, which keeps vectors in fp32"
+                f"pass quantize_states='matrices' for this group, which keeps vectors in fp32"
             )
     if isinstance(group["reset"], str) and group["reset"].startswith("adaptive"):
         raise ValueError(
@@ -139,8 +136,9 @@ def state_storage(p: Tensor, state: dict[str, Any], formats: dict[str, Format]) 
     storages = {}
     for name, fmt in formats.items():
         whole = tensor_specs(fmt, place.shape)
-        keys = {part: checkpoint.state_key(name, part) for part in whole}
+        keys = {part: state_key(name, part) for part in whole}
         if any(key not in state for key in keys.values()):
+            refuse_leftovers(name, fmt, state)
             fresh = _zeros(fmt, place, local, p.device)
             state.update({keys[part]: place.wrap(t, part, whole[part][0]) for part, t in fresh.items()})
         mine = tensor_specs(fmt, local)
@@ -156,54 +154,9 @@ def state_storage(p: Tensor, state: dict[str, Any], formats: dict[str, Format]) 
 
 
 def _zeros(fmt: Format, place: Place, local: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
-    tensors = Storage.zeros(fmt, local, device).tensors
+    tensors = dict(Storage.zeros(fmt, local, device).tensors)
     for part in tensors:
         if place.shared(part):
             size, dtype = tensor_specs(fmt, place.shape)[part]
             tensors[part] = torch.zeros(size, dtype=dtype, device=device)
     return tensors
-
-
-def adopt(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str, sealed: Any) -> dict[str, Any]:
-    """A loaded state, whole or sharded, as this rank's part of it, in this optimizer's formats."""
-    place, formats = Place.of(p), optimizer.state_formats(p, group)
-    whole = {
-        checkpoint.state_key(moment, part): (part, size)
-        for moment, fmt in formats.items()
-        for part, (size, _) in tensor_specs(fmt, place.shape).items()
-    }
-    saved = {
-        key: place.cut(value, key.rpartition(".")[2]) if isinstance(value, Tensor) else value
-        for key, value in sealed.state.items()
-    }
-    if place.splits_matrix:
-        _refuse_to_factor(name, whole, saved)
-    if place.slices:
-        adopted = checkpoint._adopt(optimizer, group, local_of(p), name, checkpoint._Sealed(saved, sealed.saved_group))
-        return {key: place.wrap(value, *whole[key]) if key in whole else value for key, value in adopted.items()}
-    # Nothing to convert, but counters and shared tensors are everybody's.
-    counters = {key: value for key, value in saved.items() if not isinstance(value, Tensor) or value.dim() == 0}
-    state: dict[str, Any] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()}
-    state_storage(p, state, formats)
-    for key, (part, size) in whole.items():
-        if place.shared(part) and key in saved:
-            state[key] = place.wrap(saved[key].clone(), part, size)
-    return state
-
-
-def _refuse_to_factor(name: str, whole: dict[str, Any], saved: dict[str, Any]) -> None:
-    missing = [key for key, (part, _) in whole.items() if part in ("row", "col") and key not in saved]
-    if missing:
-        raise ValueError(
-            f"the state of {name} was saved without {missing}: row and column means are of the whole matrix, which no "
-            f"rank has; load the checkpoint into this optimizer in one process, save it again, and load that one"
-        )
-
-
-def local_bytes(*tensors: Tensor) -> int:
-    """Bytes that this process holds of some tensors, sharded or not, quantized or not."""
-    total = 0
-    for tensor in map(local_of, tensors):
-        stored = getattr(tensor, "stored", None)
-        total += stored.nbytes if stored is not None else math.prod(tensor.shape) * tensor.itemsize
-    return total

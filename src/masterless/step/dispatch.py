@@ -1,49 +1,119 @@
-"""The step as a dispatched operation: the fused kernel where there is one, the reference anywhere else.
+"""Who performs steps: backends register here, and a task goes to the first that takes it.
 
 Contract:
     * Which backend runs does not show in the result: kernels equal the reference to the bit.
-    * "auto" takes the compiled kernel for every step it supports (all formats and rules, on the CPU) and the
-      reference for the rest; without the compiled library it warns once. "reference" never loads a kernel.
+    * A backend is an object with the entry points of `Backend`, registered under its name for a type of device.
+      "auto" takes the device's own backend for every task it accepts and the reference for the rest; "reference" is
+      always the reference.
+    * A backend is told only of validated storages and gradients (`formats.storage`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from masterless.backends.cpu import kernel as cpu
-from masterless.backends.cpu import library as kernels
 from masterless.formats.storage import Storage
-from masterless.step import reference
-from masterless.step.reference import Task
+from masterless.step.rules import Scalars
+from masterless.step.task import Task
 
-BACKENDS = ("auto", "reference")
-
-
-def check_backend(backend: str) -> None:
-    """Raises a ValueError for a name that is no backend."""
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+REFERENCE = "reference"
+CHOICES = ("auto", REFERENCE)
 
 
-def step(tasks: Sequence[Task], backend: str = "auto") -> list[int]:
-    """Performs the steps in place; returns for each how many gradient elements were not finite."""
-    if backend == "reference" or kernels.load() is None:
-        return [reference.step(task) for task in tasks]
-    fused = [i for i, task in enumerate(tasks) if cpu.supports(task)]
-    counts = dict(zip(fused, cpu.step([tasks[i] for i in fused]), strict=True))
-    # The kernel writes through pointers: tell autograd, which checks that saved weights are unchanged.
-    increment_version([next(iter(tasks[i].weight.tensors.values())) for i in fused])
-    return [counts[i] if i in counts else reference.step(task) for i, task in enumerate(tasks)]
+@dataclass(slots=True)
+class Turn:
+    """What differs from one step of some tasks to the next.
+
+    Attributes:
+        grads: the gradients, validated, one per task.
+        keys: of the random bits, ``[tasks, purposes]``.
+        numbers: the different sets of numbers: a rule's scalars, the group they come from, and the scale policy ...
+        which: ... and which of them each task takes; a single entry is that of all tasks.
+        must_be_finite: of each task (or a single entry for all): whether one bad gradient stops the whole step.
+    """
+
+    grads: Sequence[Tensor]
+    keys: NDArray[np.uint64]
+    numbers: Sequence[tuple[Scalars, Mapping[str, Any], str]]
+    which: Sequence[int]
+    must_be_finite: Sequence[bool]
+
+    def of(self, i: int) -> tuple[Tensor, NDArray[np.uint64], tuple[Scalars, Mapping[str, Any], str]]:
+        """One task's part of it."""
+        return self.grads[i], self.keys[i], self.numbers[self.which[i if len(self.which) > 1 else 0]]
+
+    def some(self, indices: Sequence[int]) -> Turn:
+        """The part of some of the tasks."""
+
+        def chosen(values: Sequence[Any]) -> Sequence[Any]:
+            return values if len(values) == 1 else [values[i] for i in indices]
+
+        keys, finite = self.keys[np.asarray(indices)], chosen(self.must_be_finite)
+        return Turn([self.grads[i] for i in indices], keys, self.numbers, chosen(self.which), finite)
+
+
+class Outcome(NamedTuple):
+    """How many elements of each gradient are not finite, and whether anything was allowed to move."""
+
+    bad: NDArray[np.int64]
+    moved: bool
+
+
+class Backend(Protocol):
+    """What performs steps and decodes."""
+
+    def refusal(self, task: Task) -> str:
+        """Why this backend cannot perform a task; empty if it can."""
+
+    def prepare(self, tasks: Sequence[Task]) -> Any:
+        """Describes tasks once for many steps: until a tensor moves or an option changes."""
+
+    def join(self, prepared: Sequence[Any]) -> Any:
+        """Several prepared descriptions as one."""
+
+    def step(self, prepared: Any, turn: Turn, only_survey: bool = False) -> Outcome:
+        """Performs the prepared tasks in place; nothing moves with `only_survey`, or if what must be finite is not."""
+
+    def decode(self, storage: Storage, dtype: torch.dtype, visible: bool = True) -> Tensor:
+        """The stored values, dense; `visible` leaves hidden bits out."""
+
+
+_backends: dict[str, Backend] = {}
+
+
+def register(device_type: str, backend: Backend) -> None:
+    """Makes a backend responsible for a type of device ("cpu", "cuda", ...), or for everything else ("reference")."""
+    _backends[device_type] = backend
+
+
+def reference() -> Backend:
+    """The backend that performs every task, on every device."""
+    return _backends[REFERENCE]
+
+
+def backend_of(task: Task, choice: str) -> Backend:
+    """The backend that performs a task."""
+    own = _backends.get(task.grad.device.type)
+    return own if choice == "auto" and own is not None and not own.refusal(task) else reference()
+
+
+def check_choice(choice: str) -> None:
+    """Raises a ValueError for a name that is no choice of backend."""
+    if choice not in CHOICES:
+        raise ValueError(f"unknown backend {choice!r}; choose one of {', '.join(CHOICES)}")
 
 
 def dequantize(storage: Storage, dtype: torch.dtype) -> Tensor:
     """The dense tensor that a forward pass sees: visible codes times scales, in `dtype`."""
     codes = storage.tensors["codes"]
-    plain = type(codes) is Tensor and codes.device.type == "cpu" and not torch.compiler.is_compiling()
-    if plain and dtype in (torch.float32, torch.bfloat16) and kernels.available():
-        return cpu.dequantize(storage, dtype)
-    return storage.decode(visible=True).to(dtype)
+    own = _backends.get(codes.device.type)
+    if own is None or type(codes) is not Tensor or torch.compiler.is_compiling():
+        own = reference()
+    return own.decode(storage, dtype)

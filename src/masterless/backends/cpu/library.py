@@ -48,9 +48,8 @@ def _open() -> tuple[ctypes.CDLL | None, str, str]:
         return None, "", f"it was not built when the package was installed (looked for {looked})"
     try:
         library = ctypes.CDLL(str(path))
-        library.ml_instruction_set.restype = ctypes.c_char_p
-        for name in ("ml_storage_size", "ml_task_size", "ml_thread_bytes"):
-            getattr(library, name).restype = ctypes.c_int64
+        library.ml_instruction_set.restype = library.ml_interface.restype = ctypes.c_char_p
+        library.ml_thread_bytes.restype = ctypes.c_int64
     except (OSError, AttributeError) as error:
         return None, str(path), f"{path} could not be loaded ({error})"
     return library, str(path), ""

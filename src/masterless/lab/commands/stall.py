@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from masterless.insight.staleness import Grid
+    from masterless.step.staleness import Grid
 
 ROUNDINGS = ("nearest", "stochastic")
 MARKS = {"nearest": "●", "stochastic": "○"}
@@ -54,7 +54,7 @@ def stall_curves(
     steps: int | None,
 ) -> dict[str, Any]:
     """The prediction as plain data: facts of each rounding, and curves over steps."""
-    from masterless.insight import staleness as s
+    from masterless.step import staleness as s
 
     if rounding not in (*ROUNDINGS, "both"):
         raise ValueError(f"rounding={rounding!r}: no such choice; pass nearest, stochastic or both")
@@ -101,7 +101,7 @@ def stall_curves(
 
 def _grid(format: str, moment: str, typical: float | None) -> Grid:
     from masterless import formats
-    from masterless.insight import staleness
+    from masterless.step import staleness
 
     if formats.parse(format).kind == "log" and typical is None:
         raise ValueError(

@@ -22,7 +22,7 @@ from masterless.lab.plan.activations import CHECKPOINTING, activation_bytes
 from masterless.lab.plan.peers import ITEMSIZE, PEERS, System, preset_system, state_bytes, weight_bytes
 from masterless.lab.plan.shapes import ROOT, Model, Parameter, PlanError
 from masterless.optim.presets import PRESETS, get_preset
-from masterless.tensor.quantize import too_small, why_left
+from masterless.tensor.quantize import too_small, too_thin, why_left
 
 MOST_SHARDS = 65_536
 SPARE = 0.05  # of the memory; the device's context and fragmentation take about as much
@@ -137,8 +137,8 @@ def make_plan(model: Model, settings: Settings | None = None, presets: Sequence[
 def why_dense(parameter: Parameter, include: Iterable[str] = ()) -> str:
     """Why `quantize_` would leave a parameter alone; empty if it would not."""
     included = any(fnmatchcase(parameter.name, pattern) for pattern in include)
-    default = "" if included else why_left(parameter.name, len(parameter.shape), parameter.layer)
-    return default or too_small(parameter.shape)
+    default = why_left(parameter.name, len(parameter.shape), parameter.layer) or too_thin(parameter.shape)
+    return ("" if included else default) or too_small(parameter.shape)
 
 
 def shard_shape(shape: tuple[int, ...], shards: int, rank: int = 0) -> tuple[int, ...]:

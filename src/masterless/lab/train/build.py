@@ -18,6 +18,7 @@ from masterless.interop.files import reason_of
 from masterless.lab.models import GPT, GPTConfig
 from masterless.optim import LowBitOptimizer
 from masterless.tensor.quantize import quantize_
+from masterless.tensor.state import joined, load_rounded_
 
 from .config import ConfigError, RunConfig
 from .corpus import Corpus, CorpusError, stdlib_corpus, text_corpus
@@ -161,8 +162,8 @@ def build_settings(config: RunConfig) -> TrainSettings:
 
 def load_initial(model: GPT, path: Path) -> None:
     """Takes the weights of a checkpoint or a state dict; formats are converted."""
-    weights = load_weights(path)
-    own = model.state_dict()
+    weights = joined(load_weights(path))
+    own = model.state_dict(keep_vars=True)
     missing = [name for name in own if name not in weights]
     foreign = [name for name in weights if name not in own]
     different = [name for name in own if name in weights and weights[name].shape != own[name].shape]
@@ -174,7 +175,7 @@ def load_initial(model: GPT, path: Path) -> None:
             f"{path}: weights of another model, {name} {kind}; match the model's options to the checkpoint"
         )
     try:
-        model.load_state_dict(weights)
+        load_rounded_(model, weights)
     except (RuntimeError, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: its weights cannot be used ({reason_of(error)}); pass another --init") from error
 

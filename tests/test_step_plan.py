@@ -1,4 +1,4 @@
-"""Descriptions that are kept between steps: whatever changes in between, the result is that of describing anew."""
+"""The step plan: whatever changes between steps, the result is that of a plan made anew."""
 
 import copy
 import pickle
@@ -10,7 +10,7 @@ import torch
 import masterless as ml
 from masterless.backends.cpu import library as kernels
 from masterless.formats.rounding import PURPOSES, parameter_id, stream_key, stream_keys
-from masterless.optim import stepping
+from masterless.optim import plan
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="no compiled kernel")
 SHAPES = {"a": (6, 200), "b": (40,), "c": (3, 5, 64), "d": (4, 130)}
@@ -103,7 +103,7 @@ def rename(optimizer):
 
 CHANGES = [
     set_options(lr=0.0),
-    set_options(lr=0.3, next_lr=0.1),
+    set_options(lr=0.3),
     set_options(betas=(0.5, 0.9)),
     set_options(weight_decay=0.0),
     set_options(rounding="nearest", weight_rounding="nearest"),
@@ -132,7 +132,7 @@ def test_a_change_between_steps_is_seen(change):
             if step == 3:
                 change(optimizer)
             give_gradients(optimizer, step)
-        anew.prepared.clear()
+        anew.plan = plan.StepPlan()
         kept.step()
         anew.step()
         assert_equal(kept, anew)
@@ -156,14 +156,16 @@ def test_kept_descriptions_equal_the_reference(cls, options):
                 parameters_of(optimizer)["c"].grad = None
             optimizer.step()
     assert_equal(kept, reference)
-    assert len(kept.prepared) == len(SHAPES) and not reference.prepared
+    assert len(kept.plan.entries) == len(SHAPES)
+    assert {type(e.backend).__name__ for e in kept.plan.entries.values()} == {"CpuBackend"}
+    assert {type(e.backend).__name__ for e in reference.plan.entries.values()} == {"ReferenceBackend"}
 
 
 def test_descriptions_are_really_kept(monkeypatch):
     optimizer = make()
     give_gradients(optimizer, 0)
     optimizer.step()
-    monkeypatch.setattr(stepping, "_task", lambda *args: pytest.fail("described anew"))
+    monkeypatch.setattr(plan, "_task", lambda *args: pytest.fail("described anew"))
     give_gradients(optimizer, 1)  # other tensors at other addresses
     optimizer.param_groups[0]["lr"] = 0.5
     optimizer.step()

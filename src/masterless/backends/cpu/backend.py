@@ -1,0 +1,291 @@
+"""Steps on the compiled CPU kernel, with exactly the results of `masterless.step.reference`.
+
+Contract:
+    * All tasks of a step are one call and one parallel region, on ``torch.get_num_threads()`` threads; the number of
+      threads does not show.
+    * A task is a record of numbers and addresses (`interface`). What formats and tensors determine is filled in once
+      (`prepare`), from storages that are validated at that moment; a step only fills in what changes.
+    * Of a parameter whose statistics need other ranks only these statistics are theirs (`_given_by_ranks`): the kernel
+      sums the shard's squares and, once the ranks have added them up, steps the shard.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from masterless.backends.cpu import library
+from masterless.backends.cpu.interface import interface
+from masterless.backends.reference import at
+from masterless.formats import MINIFLOATS, Format, scaling
+from masterless.formats.codec import LOG_LOW_RANK, round_scale_up
+from masterless.formats.layout import CHUNK
+from masterless.formats.packing import row_bytes
+from masterless.formats.storage import Storage
+from masterless.step import dispatch, statistics
+from masterless.step.dispatch import Outcome, Turn
+from masterless.step.rules import Scalars
+from masterless.step.task import Task
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class _Tables:
+    """A codebook's levels and codes as arrays that the kernel reads; kept alive as long as the process."""
+
+    def __init__(self, format: Format) -> None:
+        levels, codes = format.table
+        self.levels = np.full(256, np.inf, dtype=np.float32)
+        self.levels[: len(levels)] = np.array(levels, dtype=np.float64)
+        self.code_of_level = np.zeros(256, dtype=np.uint8)
+        self.code_of_level[: len(codes)] = codes
+        self.level_of_code = np.zeros(256, dtype=np.float32)
+        self.level_of_code[np.array(codes)] = self.levels[: len(levels)]
+
+
+@cache
+def _tables(format: Format) -> _Tables:
+    return _Tables(format)
+
+
+@cache
+def _format_fields(format: Format) -> dict[str, Any]:
+    """What a format alone determines of an `MlStorage`."""
+    known = interface()
+    fields: dict[str, Any] = {
+        "kind": known.kinds.get(format.kind, known.kinds["table"]),
+        "bits": format.bits,
+        "hidden": format.fine_bits,
+        "is_signed": format.signed,
+        "scale_kind": known.scale_kinds[format.scale],
+        "per_tensor": format.granularity == "tensor",
+        "low_rank": LOG_LOW_RANK.get(format.bits, 0),
+    }
+    if format.kind == "codebook":
+        family = format.family.removesuffix("+32")
+        if family in MINIFLOATS:
+            fields["kind"] = known.kinds["minifloat"]
+            fields["exponent_bits"], fields["mantissa_bits"], _ = MINIFLOATS[family]
+        fields["level_count"] = len(format.levels)
+        tables = _tables(format)
+        fields |= {name: array.ctypes.data for name, array in vars(tables).items()}
+    if format.kind in ("linear", "codebook"):
+        top = format.max_level
+        fields |= {
+            "zero_code": format.zero_code,
+            "limit": top * 2.0**format.fine_bits,
+            "max_level": top,
+            "overflow_level": scaling.overflow_level(format),
+            "waste_level": scaling.WASTE * top,
+            "fresh_factor": scaling.HEADROOM / top,
+            "scale_limit": round_scale_up(torch.tensor(float("inf")), format).item(),
+        }
+    return fields
+
+
+# Where the stored tensors' addresses go; those of other names have fields of their own.
+_ADDRESS_FIELDS = {"hidden": "hidden_codes", "master": "values"}
+
+
+def _fill_storage(record: Any, storage: Storage | None) -> None:
+    """Describes a storage, after a look that its tensors still are what it was made of."""
+    if storage is None:
+        return
+    storage.validate()
+    format, layout = storage.format, storage.layout
+    for name, value in _format_fields(format).items():
+        record[name] = value
+    record["block"] = layout.block(format)
+    record["blocks_per_row"] = layout.blocks_per_row(format)
+    record["row_bytes"] = row_bytes(layout.cols, format.bits) if format.scaled else 0
+    record["hidden_row_bytes"] = row_bytes(layout.cols, format.fine_bits) if format.fine_bits else 0
+    for name, tensor in storage.tensors.items():
+        record[_ADDRESS_FIELDS.get(name, name)] = tensor.data_ptr()
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Tasks as the kernel reads them."""
+
+    records: NDArray[Any]
+    tasks: list[Task]
+    shared: list[int]  # those whose statistics are the ranks' that hold parts of the parameter
+    codes: list[Tensor]  # of quantized weights: autograd counts their changes
+
+
+class CpuBackend:
+    """See the module."""
+
+    def refusal(self, task: Task) -> str:
+        """Why the kernel cannot perform a task: something is not on the CPU, or of a type it does not know."""
+        if library.load() is None:
+            return library.describe().reason
+        if task.rule.name not in interface().rules:
+            return f"rule {task.rule.name!r}"
+        if task.first_col is not None:
+            return "a shard of a vector: its tiles are shared with other ranks"
+        if task.grad.dtype not in _DTYPES:
+            return f"a gradient of dtype {task.grad.dtype}"
+        tensors = [task.grad, *(t for s in task.storages for t in s.tensors.values())]
+        return "" if all(t.is_cpu for t in tensors) else "tensors on several devices"
+
+    def prepare(self, tasks: Sequence[Task]) -> Prepared:
+        """Records of the tasks, as far as they stay the same from step to step."""
+        known = interface()
+        records = np.zeros(len(tasks), dtype=known.task)
+        for record, task in zip(records, tasks, strict=True):
+            for name in ("weight", "first", "second"):
+                _fill_storage(record[name], getattr(task, name))
+            layout = task.weight.layout
+            record["rows"], record["cols"], record["matrix_rows"] = layout.rows, layout.cols, layout.matrix_rows
+            record["tile"] = task.chunks_per_tile * CHUNK
+            record["first_row"] = task.first_row
+            record["rule"] = known.rules[task.rule.name]
+            record["indivisible"] = task.indivisible
+            record["maximize"] = task.maximize
+            record["inject_error"] = task.inject
+            record["grad_is_bf16"] = task.grad.dtype == torch.bfloat16
+            for field, purpose in (("weight", "weight"), ("first", "exp_avg"), ("second", "exp_avg_sq")):
+                record[f"{field}_rounding"] = known.roundings[task.rounding[purpose]]
+        shared = [i for i, task in enumerate(tasks) if task.sharded and task.indivisible]
+        codes = [task.weight.tensors["codes"] for task in tasks if task.weight.format.scaled]
+        return Prepared(records, list(tasks), shared, codes)
+
+    def join(self, prepared: Sequence[Prepared]) -> Prepared:
+        """The records side by side."""
+        starts = np.cumsum([0, *(len(part.tasks) for part in prepared)])
+        return Prepared(
+            np.concatenate([part.records for part in prepared]),
+            [task for part in prepared for task in part.tasks],
+            [i + int(start) for part, start in zip(prepared, starts, strict=False) for i in part.shared],
+            [codes for part in prepared for codes in part.codes],
+        )
+
+    def step(self, prepared: Prepared, turn: Turn, only_survey: bool = False) -> Outcome:
+        """All tasks in one call."""
+        records = prepared.records.copy() if prepared.shared else prepared.records
+        records["grad"] = [*map(Tensor.data_ptr, turn.grads)]
+        records["must_be_finite"] = turn.must_be_finite
+        for name, column in zip(("weight_key", "first_key", "second_key"), turn.keys.T, strict=True):
+            records[name] = column
+        numbers = np.zeros(len(turn.numbers), dtype=records.dtype)
+        for record, (scalars, group, policy) in zip(numbers, turn.numbers, strict=True):
+            _fill_numbers(record, scalars, group, policy)
+        which = np.asarray(turn.which, dtype=np.intp)
+        for name in _NUMBERS:
+            records[name] = numbers[name][which]
+        means = []  # alive until the kernel has read them
+        for i in [] if only_survey else prepared.shared:
+            means.append(_given_by_ranks(records[i : i + 1], at(prepared.tasks[i], turn, i)))
+        moved = _run(records, only_survey)
+        if moved:
+            increment_version(prepared.codes)  # the kernel writes through addresses
+        return Outcome(records["bad"], moved)
+
+    def decode(self, storage: Storage, dtype: torch.dtype, visible: bool = True) -> Tensor:
+        """The stored values as fp32, or as bf16 (rounded to nearest even), in the tensor's shape."""
+        if dtype not in _DTYPES or not library.available() or storage.format.kind in ("none", "factored"):
+            return dispatch.reference().decode(storage, dtype, visible)
+        out = torch.empty(storage.shape, dtype=dtype)
+        if out.numel():
+            known = interface()
+            record = np.zeros(1, dtype=known.storage)
+            _fill_storage(record[0], storage)
+            known.library.ml_decode(
+                ctypes.c_void_p(record.ctypes.data),
+                ctypes.c_int64(storage.layout.rows),
+                ctypes.c_int64(storage.layout.cols),
+                visible,
+                ctypes.c_void_p(out.data_ptr()),
+                dtype == torch.bfloat16,
+                torch.get_num_threads(),
+            )
+        return out
+
+
+_ADAFACTOR = ("adafactor_step_size", "adafactor_rate1", "adafactor_min_rms", "adafactor_clip_threshold")
+_NUMBERS = (*Scalars._fields, "has_l2", "scale_policy", "adafactor_without_buffer", *_ADAFACTOR)
+
+
+def _fill_numbers(record: Any, scalars: Scalars, group: Mapping[str, Any], policy: str) -> None:
+    """What the rule's scalars and the group say of one step."""
+    for name, value in zip(Scalars._fields, scalars, strict=True):
+        record[name] = value
+    record["has_l2"] = scalars.l2 != 0.0
+    record["scale_policy"] = interface().policies[policy]
+    if "beta2_decay" in group:  # Adafactor's, whose step size is known only with the weight's RMS
+        record["adafactor_without_buffer"] = group["beta1"] == 0.0
+        for name, value in zip(
+            _ADAFACTOR, (scalars.step_size, scalars.rate1, group["eps"][1], group["d"]), strict=True
+        ):
+            record[name] = value
+
+
+def _run(records: NDArray[Any], only_survey: bool) -> bool:
+    """Calls the kernel; says whether anything was allowed to move."""
+    address, count = ctypes.c_void_p(records.ctypes.data), ctypes.c_int64(len(records))
+    return bool(interface().library.ml_step(address, count, torch.get_num_threads(), only_survey))
+
+
+# --- shards whose statistics are of the whole ---------------------------------------------------------------------
+
+
+def _given_by_ranks(record: NDArray[Any], task: Task) -> Tensor | None:
+    """Fills in what the ranks agree on; returns what must live until the step is done."""
+    _run(record, only_survey=True)
+    if task.ranks.any(bool(record["bad"][0])):
+        record["rows"] = 0  # a bad gradient anywhere: nothing of this parameter moves
+        return None
+    if not task.ranks.splits_matrix and task.rule.finish is None:
+        return None  # whole matrices: the kernel finds their statistics itself
+    grad = task.grad.detach().reshape(task.weight.layout.rows, task.weight.layout.cols)
+    if task.rule.finish is not None or task.scalars.l2:
+        known = statistics.collect(task, grad)
+        _fill_scalars(record, known.scalars)
+        means = known.row_means
+    else:
+        means = _split_matrix_means(record, task, grad)
+    record["statistics_given"] = True
+    if means is not None:
+        record["mean_rows"] = means.data_ptr()
+    return means
+
+
+def _fill_scalars(record: NDArray[Any], scalars: Scalars) -> None:
+    for name, value in zip(Scalars._fields, scalars, strict=True):
+        record[name] = value
+
+
+def _split_matrix_means(record: NDArray[Any], task: Task, grad: Tensor) -> Tensor:
+    """Updates the factors of a matrix whose rows are on several ranks; returns the mean of its row factors."""
+    rows, cols = grad.shape
+    peak = torch.zeros((), dtype=torch.float64)
+    if grad.numel():
+        peak = torch.linalg.vector_norm(grad, float("inf")).to(torch.float64)
+    peak = task.ranks.max(peak)
+    row_sums, col_sums = (torch.zeros(n, dtype=torch.float64) for n in (rows, cols))
+    assert task.ranks.shape is not None
+    count = max(task.ranks.shape[0], cols)
+    if rows:
+        interface().library.ml_square_sums(
+            ctypes.c_void_p(record.ctypes.data),
+            ctypes.c_double(float(peak)),
+            ctypes.c_int64(count),
+            ctypes.c_void_p(row_sums.data_ptr()),
+            ctypes.c_void_p(col_sums.data_ptr()),
+            torch.get_num_threads(),
+        )
+    unit = statistics.sum_unit(peak * peak, count)
+    return statistics.average_in(task, 0, row_sums * unit, task.ranks.sum(col_sums) * unit, task.ranks).view(1)
+
+
+dispatch.register("cpu", CpuBackend())

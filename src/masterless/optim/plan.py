@@ -1,0 +1,359 @@
+"""The step plan of an optimizer: every parameter's task, validated and described to its backend once.
+
+Contract:
+    * Describing a parameter's step takes far longer than stepping a small tensor, so the plan keeps descriptions
+      (`Entry`), and all that the last step put together (`Batch`). A later step fills in gradients, the keys of random
+      bits and the rules' scalars (`dispatch.Turn`).
+    * Nothing is assumed to have stayed. Every step looks at every tensor and option that a description was made from
+      (`_fingerprint`) and makes anew what differs; there, storages are validated. Gradients are checked every time.
+    * All checks come first: whatever is refused, no parameter has moved and no step is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from masterless.formats import parse
+from masterless.formats.rounding import PURPOSES, parameter_id, stream_keys
+from masterless.formats.scaling import FROZEN
+from masterless.formats.storage import Storage, StorageError, memory_fault
+from masterless.optim import resets, units
+from masterless.step import dispatch
+from masterless.step.rules import Scalars, check_scalars
+from masterless.step.task import Task
+from masterless.tensor.quantized import QuantizedTensor, local_of, weight_storage
+
+if TYPE_CHECKING:
+    from masterless.optim.base import LowBitOptimizer
+
+Member = tuple[dict[str, Any], Tensor, str]  # a parameter between its group and its name
+PLAIN = {torch.float32: parse("fp32"), torch.bfloat16: parse("bf16")}
+_address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
+_dtype, _shape, _nbytes = map(attrgetter, ("dtype", "shape", "nbytes"))
+
+
+@dataclass(slots=True)
+class Entry:
+    """One parameter's step as its backend reads it, and what that description was made from."""
+
+    task: Task
+    backend: dispatch.Backend
+    prepared: Any
+    identity: int  # of the random bits
+    counter: Any  # a memoryview of ``state["step"]``: hundreds of tensor additions outlast the kernel
+    fingerprint: list[Any] | None  # None: unknowable, or good for this step only
+    original: Tensor | None = None  # of a weight that is not contiguous, and is stepped in a copy
+
+
+@dataclass(slots=True)
+class Batch:
+    """Entries that are stepped together, put together for their backends."""
+
+    entries: list[Entry]
+    fingerprint: list[Any] | None
+    parts: list[tuple[dispatch.Backend, list[int], Any]]  # a backend, which entries are its own, their description
+    identities: NDArray[np.uint64]
+    ages_differ: bool  # whether a moment of any parameter is younger than the parameter
+
+
+class StepPlan:
+    """What an optimizer keeps between steps; it can be thrown away at any time."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, Entry] = {}  # by the parameter's id; a task keeps its parameter's memory alive
+        self.batch: Batch | None = None
+        self.addresses: list[int] = []  # of the last step's gradients
+
+    def step(self, optimizer: LowBitOptimizer, members: Sequence[Member]) -> list[tuple[Member, int]]:
+        """Steps the parameters that have a gradient; returns those whose gradients are not finite, and how many.
+
+        If one of them must be finite (``nonfinite="raise"``), nothing has moved.
+        """
+        members, grads = self._with_gradients(optimizer, members)
+        if not members:
+            return []
+        batch = self._current(optimizer, members, grads)
+        turn = _turn(optimizer, batch, members, grads)
+        afterwards = [
+            resets.before_step(optimizer, group, p, name) for group, p, name in members if group["reset"] is not None
+        ]
+        outcome = _perform(batch, turn)
+        bad = [(members[i], int(outcome.bad[i])) for i in np.flatnonzero(outcome.bad).tolist()]
+        if not outcome.moved:
+            return bad
+        for entry in batch.entries:
+            entry.counter[0] += 1
+            if entry.original is not None:
+                entry.original.copy_(entry.task.weight.tensors["values"])
+        increment_version([p for _, p, _ in members])  # a quantized one changes below its own version counter
+        for cleared in (cleared for finish in afterwards for cleared in finish()):
+            counts = optimizer.reset_counts
+            counts[cleared.parameter] = counts.get(cleared.parameter, 0) + cleared.cleared
+        return bad
+
+    def _current(self, optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> Batch:
+        """The last step's batch if everything is as it was then, else one of entries that are made anew as need be."""
+        fingerprint = _fingerprint(optimizer, members, grads)
+        if self.batch is not None and fingerprint is not None and self.batch.fingerprint == fingerprint:
+            return self.batch
+        present = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.entries = {key: entry for key, entry in self.entries.items() if key in present}
+        entries = []
+        for member, grad in zip(members, grads, strict=True):
+            known, own = self.entries.get(id(member[1])), _fingerprint(optimizer, [member], [grad])
+            if known is None or own is None or known.fingerprint != own:
+                known = self.entries[id(member[1])] = _entry(optimizer, member, grad)
+            entries.append(known)
+        kept = all(entry.fingerprint is not None for entry in entries)
+        self.batch = _batch(entries, _fingerprint(optimizer, members, grads) if kept else None, members, optimizer)
+        return self.batch
+
+    def _with_gradients(
+        self, optimizer: LowBitOptimizer, members: Sequence[Member]
+    ) -> tuple[Sequence[Member], Sequence[Tensor]]:
+        """The members with a gradient, and their gradients as dense memory; all are checked before anything moves."""
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass's attributes are slow calls otherwise
+            grads: list[Any] = [p.grad for _, p, _ in members]
+            if type(None) in {*map(type, grads)}:
+                members = [member for member, grad in zip(members, grads, strict=True) if grad is not None]
+                grads = [grad for grad in grads if grad is not None]
+            shapes = [p.shape for _, p, _ in members]
+            usual = {*map(type, grads)} == {Tensor} and [*map(_shape, grads)] == shapes
+            if usual and all(map(_is_contiguous, grads)):
+                # Memory that was resized has moved: only where an address is new need one look behind it.
+                addresses = [*map(_address, grads)]
+                last: Any = self.addresses if len(self.addresses) == len(grads) else repeat(-1)
+                new = [grad for grad, now, then in zip(grads, addresses, last, strict=False) if now != then]
+                if not any(map(memory_fault, new)):
+                    self.addresses = addresses
+                    return members, grads
+        self.addresses = []
+        checked = [_checked_gradient(optimizer, member, grad) for member, grad in zip(members, grads, strict=True)]
+        return members, checked
+
+
+# --- gradients --------------------------------------------------------------------------------------------------
+
+
+def _checked_gradient(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> Tensor:
+    _, p, name = member
+    grad = local_of(grad)
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: the gradient of {name} is sparse ({grad.layout}); blocks of a low-bit state "
+            f"share a scale, so all of it changes at every step. Use dense gradients (sparse=False)"
+        )
+    if grad.shape != local_of(p).shape:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: the gradient of {name} has shape {tuple(grad.shape)} and the parameter "
+            f"{tuple(local_of(p).shape)}: the data of one of them was replaced. Call zero_grad() and backward()"
+        )
+    fault = memory_fault(grad.detach()) if grad.is_contiguous() else ""
+    if fault:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: the gradient of {name} {fault}: its memory was freed or resized. Call "
+            f"zero_grad() and backward()"
+        )
+    return grad.contiguous()
+
+
+# --- what a description depends on ------------------------------------------------------------------------------
+
+
+def _fingerprint(optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> list[Any] | None:
+    """All that descriptions of these parameters depend on: equal fingerprints, equal descriptions. None: unknowable.
+
+    Tensors are known by address, bytes and contiguity: whatever replaces, casts, cuts, transposes or resizes one
+    changes one of these. This is all the Python a parameter costs in a step, hence its loops run inside `map`.
+    """
+    groups, parameters, names = zip(*members, strict=True)
+    state = optimizer.state
+    group_ids = [*map(id, groups)]
+    # A frozen storage is known by its identity, its tensors' memory is not.
+    stored = [p.stored for p in parameters if isinstance(p, QuantizedTensor)]
+    try:
+        tensors = [
+            *chain.from_iterable([state[p].values() for p in parameters]),
+            *[p for p in parameters if not isinstance(p, QuantizedTensor)],
+            *chain.from_iterable([storage.tensors.values() for storage in stored]),
+        ]
+        return [
+            *map(id, parameters),
+            *names,
+            *chain.from_iterable([state[p] for p in parameters]),
+            *group_ids,
+            *[_settings(optimizer, group) for group in dict(zip(group_ids, groups, strict=True)).values()],
+            *map(_dtype, grads),
+            *map(id, stored),
+            *map(_address, tensors),
+            *map(_nbytes, tensors),
+            *map(_is_contiguous, tensors),
+            *map(_shape, [p for p in parameters if not isinstance(p, QuantizedTensor)]),
+        ]
+    except TypeError:  # somebody keeps things in the state that are no tensors
+        return None
+
+
+def _settings(optimizer: LowBitOptimizer, group: dict[str, Any]) -> tuple[Any, ...]:
+    """What of a group's options goes into a description. Hyperparameters that a schedule changes do not."""
+    return (
+        optimizer.rule(group),
+        optimizer.rule(group, True),
+        optimizer.has_momentum(group),
+        optimizer.first_name and group[optimizer.first_name],
+        optimizer.second_name and group[optimizer.second_name],
+        group["quantize_states"],
+        group["backend"],
+        group["rounding"],
+        group["weight_rounding"],
+        group["error_compensation"],
+        group["maximize"],
+    )
+
+
+# --- descriptions -----------------------------------------------------------------------------------------------
+
+
+def _entry(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> Entry:
+    """Describes one parameter's step; here its storages are validated."""
+    group, p, name = member
+    try:
+        task, original = _task(optimizer, member, grad)
+        backend = dispatch.backend_of(task, group["backend"])
+        prepared = backend.prepare([task])
+    except StorageError as error:
+        raise ValueError(
+            f"{type(optimizer).__name__}: parameter {name}: {error}. Formats are fixed once there is state: build "
+            f"another optimizer and load this one's state_dict(), which converts"
+        ) from None
+    state = optimizer.state[p]
+    fingerprint = None if original is not None else _fingerprint(optimizer, [member], [grad])
+    return Entry(task, backend, prepared, parameter_id(name), counter_of(state), fingerprint, original)
+
+
+def counter_of(state: dict[str, Any]) -> Any:
+    """A view of a parameter's count of steps as a mutable sequence of one integer."""
+    return memoryview(state["step"].numpy().reshape(1))
+
+
+def _task(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> tuple[Task, Tensor | None]:
+    """One parameter's task; of a weight that is not contiguous over a copy, with the weight."""
+    group, p, name = member
+    local, states, weight, original = local_of(p), optimizer.state_storage(p, group), weight_storage(p), None
+    compensated = optimizer.compensates(p, group)
+    units.align(optimizer, group, p, optimizer.state[p], states)
+    if weight is None:
+        values = local.detach()
+        if not values.is_contiguous():
+            original, values = values, values.contiguous()
+        weight = Storage(PLAIN[p.dtype], tuple(local.shape), {"values": values})
+    rounding = {"weight": group["weight_rounding"], "exp_avg": group["rounding"], "exp_avg_sq": group["rounding"]}
+    if rounding["exp_avg"] == "stochastic-log":  # a dither of logarithms, so for the second moment only
+        rounding["exp_avg"] = "stochastic"
+    task = Task(
+        name=name,
+        rule=optimizer.rule(group, compensated),
+        scalars=Scalars(),
+        group=group,
+        grad=grad,
+        weight=weight,
+        first=states.get(optimizer.first_name) if optimizer.first_name else None,
+        second=states.get(optimizer.second_name) if optimizer.second_name else None,
+        rounding=rounding,
+        keys=dict.fromkeys(PURPOSES, 0),
+        inject=compensated,
+        maximize=group["maximize"],
+        **({} if local is p else _place(p)),
+    )
+    return task, original
+
+
+def _place(p: Tensor) -> dict[str, Any]:
+    from masterless.sharding.place import Place  # torch.distributed is large, and one process does without
+
+    return Place.of(p).task_fields(p.device)
+
+
+def _batch(
+    entries: list[Entry], fingerprint: list[Any] | None, members: Sequence[Member], optimizer: LowBitOptimizer
+) -> Batch:
+    by_backend: dict[int, tuple[dispatch.Backend, list[int]]] = {}
+    for i, entry in enumerate(entries):
+        by_backend.setdefault(id(entry.backend), (entry.backend, []))[1].append(i)
+    parts = []
+    for backend, indices in by_backend.values():
+        prepared = [entries[i].prepared for i in indices]
+        parts.append((backend, indices, prepared[0] if len(prepared) == 1 else backend.join(prepared)))
+    ages_differ = any(key.endswith(".reset_step") for _, p, _ in members for key in optimizer.state[p])
+    identities = np.array([entry.identity for entry in entries], dtype=np.uint64)
+    return Batch(entries, fingerprint, parts, identities, ages_differ)
+
+
+# --- one step ---------------------------------------------------------------------------------------------------
+
+
+def _turn(
+    optimizer: LowBitOptimizer, batch: Batch, members: Sequence[Member], grads: Sequence[Tensor]
+) -> dispatch.Turn:
+    """The numbers of the coming step: parameters of one group, rule and age share their scalars."""
+    groups: Sequence[dict[str, Any]] = [group for group, _, _ in members]
+    counts = [entry.counter[0] + 1 for entry in batch.entries]
+    rules = [entry.task.rule for entry in batch.entries]
+    if batch.ages_differ:
+        states = [optimizer.state[p] for _, p, _ in members]
+        ages = [tuple(age + 1 for age in optimizer._local_steps(state)) for state in states]
+    else:
+        ages = [(count, count) for count in counts]
+    kinds = [*zip(map(id, groups), map(id, rules), ages, strict=True)]
+    position: dict[Any, int] = {}
+    numbers: list[tuple[Scalars, dict[str, Any], str]] = []
+    for kind, group, rule in zip(kinds, groups, rules, strict=True):
+        if kind not in position:
+            position[kind] = len(numbers)
+            scalars = rule.scalars(group, *kind[2])
+            check_scalars(scalars, group)  # hyperparameters are the user's to change at any time
+            numbers.append((scalars, group, _scale_policy(group, scalars)))
+    seeds = np.array([group["seed"] for group in groups], dtype=np.uint64)
+    return dispatch.Turn(
+        grads=grads,
+        keys=stream_keys(seeds, np.array(counts, dtype=np.uint64), batch.identities),
+        numbers=numbers,
+        which=[position[kind] for kind in kinds],
+        must_be_finite=[group["nonfinite"] != "skip" for group in groups],
+    )
+
+
+def _scale_policy(group: dict[str, Any], scalars: Scalars) -> str:
+    """The group's; but a step that moves nothing (lr = 0) must not change a scale either."""
+    return FROZEN if scalars.step_size == 0.0 and scalars.decay == 1.0 else group["scale_policy"]
+
+
+def _perform(batch: Batch, turn: dispatch.Turn) -> dispatch.Outcome:
+    """Lets every backend step its part, unless a gradient that must be finite is not: then nobody moves."""
+    sharded = [entry.task.sharded for entry in batch.entries]
+    if len(batch.parts) == 1 and not any(sharded):
+        backend, _, prepared = batch.parts[0]
+        return backend.step(prepared, turn)
+    turns = [turn.some(indices) for _, indices, _ in batch.parts]
+    bad = np.zeros(len(batch.entries), dtype=np.int64)
+    for (backend, indices, prepared), own in zip(batch.parts, turns, strict=True):
+        bad[indices] = backend.step(prepared, own, only_survey=True).bad
+    if any(sharded):
+        from masterless.sharding.agreement import total_counts
+
+        bad = np.array(total_counts([entry.task for entry in batch.entries], bad.tolist()), dtype=np.int64)
+    moved = not bool((bad * np.asarray(turn.must_be_finite)).any())
+    for (backend, _, prepared), own in zip(batch.parts, turns, strict=True):
+        if moved:
+            backend.step(prepared, replace(own, must_be_finite=[False]))  # they are: no need to look again
+    return dispatch.Outcome(bad, moved)
