@@ -211,7 +211,7 @@ def resident_peak() -> int:
     return peak
 
 
-def work(seed: int, first: int, until: float) -> None:
+def work(seed: int, first: int, until: float, cases: int) -> None:
     """Runs cases from number `first` on; says on stdout what it is about to do and how it ended."""
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as name:
@@ -219,7 +219,7 @@ def work(seed: int, first: int, until: float) -> None:
         every = targets(folder)
         good = {t.name: t.read(_copy(folder, t)) for t in every if t.exact}
         case = first
-        while time.time() < until:
+        while time.time() < until and case < cases:
             target = every[case % len(every)]
             source = random.Random(f"{seed} {case}")
             copy = _copy(folder, target)
@@ -268,8 +268,8 @@ def _copy(folder: Path, target: Target) -> Path:
 # --- the process that watches ---------------------------------------------------------------------------------------
 
 
-def watch(seed: int, seconds: float) -> dict[str, Any]:
-    """Runs cases for so long, starting a new process where one died; returns counts and findings."""
+def watch(seed: int, seconds: float, cases: int) -> dict[str, Any]:
+    """Runs so many cases, or for so long, starting a new process where one died; returns counts and findings."""
     result: dict[str, Any] = {
         "seed": seed,
         "cases": 0,
@@ -279,8 +279,9 @@ def watch(seed: int, seconds: float) -> dict[str, Any]:
         "slowest": 0.0,
     }
     first, until = 0, time.time() + seconds
-    while time.time() < until:
+    while time.time() < until and first < cases:
         command = [sys.executable, __file__, "--work", str(first), "--seed", str(seed), "--until", str(until)]
+        command += ["--cases", str(cases)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
@@ -324,15 +325,16 @@ def watch(seed: int, seconds: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--cases", type=int, default=10**9, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work is not None:
-        work(options.seed, options.work, options.until)
+        work(options.seed, options.work, options.until, options.cases)
         return
-    result = watch(options.seed, options.seconds)
+    result = watch(options.seed, options.seconds, options.cases)
     if options.json:
         print(json.dumps(result))
     else:
