@@ -13,7 +13,7 @@ Contract, row by row::
 
     * A gradient that is not finite (or whose square is not) never touches anything stored: its tile, the
       smallest run of whole chunks and whole blocks of the row, keeps every byte it had. A weight with one
-      scale a tensor and a factored second moment make the whole parameter one tile.
+      scale per tensor and a factored second moment make the whole parameter one tile.
     * Slabs of rows and shards of parameters are `backends.reference`'s, which calls `step_rows` for each.
 """
 
