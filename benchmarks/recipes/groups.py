@@ -143,12 +143,8 @@ def cells() -> list[Cell]:
     noise = [
         Cell("noise", r, SMALL, extra=extra) for r, extra in ((full(), orders), (INT8_DROP, others), (TWO, others))
     ]
-    noise += [
-        Cell("noise", r, replace(SMALL, schedule="cosine"), extra=extra)
-        for r, extra in ((full(), orders), (INT8_DROP, others))
-    ]
+    noise += [Cell("noise", r, MIDDLE, extra=e[:3]) for r, e in pairs[:2]]
     found = [*noise, *_grid("fp32", [full(b) for b in BETAS], (SMALL, MIDDLE), sweep=(0, 1))]
-    found += [Cell("noise", r, MIDDLE, extra=e[:3]) for r, e in ((full(), orders), (INT8_DROP, others))]
     found += _grid("weights", key_weights, (MIDDLE,))
     found += _grid("moments", key_moments, (MIDDLE,))
     found += _grid("weights", [*forward_formats(), *dropped()], (SMALL,))
@@ -158,6 +154,7 @@ def cells() -> list[Cell]:
     found += _grid("weights", injected(), (SMALL,))
     found += _grid("candidates", candidates(), (SMALL,))
     found += _grid("presets", presets(), (SMALL,))
+    found += [Cell("noise", r, replace(SMALL, schedule="cosine"), extra=extra) for r, extra in pairs[:2]]
     found += _grid("candidates", candidates()[:8], (MIDDLE,))
     found += _grid("fp32", [full(b) for b in BETAS], (SMALL_LONG,))
     found += _grid("candidates", [*candidates()[:8], INT4_QAT], (SMALL_LONG,))
