@@ -140,9 +140,8 @@ def cells() -> list[Cell]:
     orders = [(0, order, None) for order in (101, 102, 103, 104)]
     key_weights, key_moments = [*forward_formats()[:3], *dropped()[:3]], [*first_moments()[:2], *first_moments()[6:8]]
     key_moments += [*second_moments()[:1], recipe("int4 m .8", m="int4", beta1=0.8, **UPDATE)]
-    noise = [
-        Cell("noise", r, SMALL, extra=extra) for r, extra in ((full(), orders), (INT8_DROP, others), (TWO, others))
-    ]
+    pairs = ((full(), orders), (INT8_DROP, others), (TWO, others))
+    noise = [Cell("noise", r, SMALL, extra=extra) for r, extra in pairs]
     noise += [Cell("noise", r, MIDDLE, extra=e[:3]) for r, e in pairs[:2]]
     found = [*noise, *_grid("fp32", [full(b) for b in BETAS], (SMALL, MIDDLE), sweep=(0, 1))]
     found += _grid("weights", key_weights, (MIDDLE,))
