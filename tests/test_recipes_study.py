@@ -136,7 +136,7 @@ def finished(cells, loss):
 
 
 def test_a_sweep_grows_until_its_best_has_neighbours_then_the_other_seeds_follow():
-    cell = Cell("g", FP32, TINY, lrs=(1e-3, 2e-3, 4e-3))
+    cell = Cell("g", FP32, TINY, sweep=(0,), lrs=(1e-3, 2e-3, 4e-3))
     rows = finished([cell], lambda job: 2 + abs(math.log2(job.lr / 8e-3)))
     assert sorted({r["lr"] for r in rows.values()}) == [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
     assert sorted(r["lr"] for r in rows.values() if r["seed"] > 0) == [8e-3, 8e-3]
@@ -263,7 +263,7 @@ def test_chance_is_what_a_job_says_it_is(small_text):
 
 
 def test_work_stops_and_goes_on_where_it_was(small_text, tmp_path):
-    cells = [Cell("g", FP32, TINY, seeds=(0, 1), lrs=(1e-2, 2e-2))]
+    cells = [Cell("g", FP32, TINY, sweep=(0,), seeds=(0, 1), lrs=(1e-2, 2e-2))]
     store, events = Store(tmp_path), []
 
     def report(event):

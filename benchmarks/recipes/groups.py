@@ -143,7 +143,7 @@ def cells() -> list[Cell]:
     pairs = ((full(), orders), (INT8_DROP, others), (TWO, others))
     noise = [Cell("noise", r, SMALL, extra=extra) for r, extra in pairs]
     noise += [Cell("noise", r, MIDDLE, extra=e[:3]) for r, e in pairs[:2]]
-    found = [*noise, *_grid("fp32", [full(b) for b in BETAS], (SMALL, MIDDLE), sweep=(0, 1))]
+    found = [*noise, *_grid("fp32", [full(b) for b in BETAS], (SMALL, MIDDLE))]
     found += _grid("weights", key_weights, (MIDDLE,))
     found += _grid("moments", key_moments, (MIDDLE,))
     found += _grid("weights", [*forward_formats(), *dropped()], (SMALL,))
@@ -161,14 +161,14 @@ def cells() -> list[Cell]:
     found += _grid("moments", [*first_moments(), *second_moments(), *log_moments()], (MIDDLE,))
     found += _grid("candidates", candidates(), (MIDDLE,))
     found += _grid("presets", presets(), (MIDDLE,))
-    found += _grid("eco", eco(), (SMALL, MIDDLE), seeds=(0, 1))
+    found += _grid("eco", eco(), (SMALL, MIDDLE), sweep=(0, 1), seeds=(0, 1))
     deciding = [full(), *candidates()[:7], INT4_QAT]
-    found += _grid("large", deciding, (LARGE,), seeds=(0, 1))
+    found += _grid("large", deciding, (LARGE,), sweep=(0,), seeds=(0, 1))
     found += _grid("batch", deciding, (replace(MIDDLE, batch_tokens=8192),))
     found += _grid("prose", deciding, (replace(SMALL, corpus="prose"), replace(MIDDLE, corpus="prose")))
     found += _grid("presets", presets(), (SMALL_LONG,))
-    found += _grid("eco", eco(), (SMALL_LONG,), seeds=(0, 1))
-    found += _grid("long", deciding, (MIDDLE_LONG,), seeds=(0, 1))
+    found += _grid("eco", eco(), (SMALL_LONG,), sweep=(0, 1), seeds=(0, 1))
+    found += _grid("long", deciding, (MIDDLE_LONG,), sweep=(0,), seeds=(0, 1))
     return found
 
 
