@@ -1,9 +1,10 @@
 """Which runs are missing: a cell asks for a recipe in a setting, and knows what it still needs from the rows so far.
 
 Contract:
-    * The learning rate is swept on several seeds where runs are cheap: one run scatters by 0.7%, more than a factor of
-      two in the learning rate changes, and the best of single runs would be the luckiest. If the best is at an end of the sweep, the sweep grows there, so
-      that the best has a neighbour on each side; this for fp32 and for every recipe alike.
+    * The learning rate is swept on several seeds where runs are cheap: one run scatters by 0.7% at 37k@20, more than
+      a factor of two in the learning rate may change, and the best of single runs would be the luckiest.
+    * If the best is at an end of the sweep, the sweep grows there, so that the best has a neighbour on each side; this
+      for fp32 and for every recipe alike.
     * The remaining seeds run at the best learning rate only.
     * Nothing is decided by anything but finished rows: a plan made twice is the same.
 """
