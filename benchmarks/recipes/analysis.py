@@ -175,8 +175,9 @@ def _with_gaps(found: Sequence[tuple[Cell, Summary]]) -> list[Summary]:
         return [s for _, s in found]
     qat = next((s for cell, s in found if cell.recipe.weights == QAT and cell.recipe.beta1 == 0.9), None)
     gaps = [paired_gaps(s.losses, reference.losses) for _, s in found]
-    usual = [g for g, (_, s) in zip(gaps, found, strict=True) if s is not reference and _usual(g)]
-    spread = pooled_deviation(usual)
+    # A recipe that several groups ask for counts once.
+    usual = {tuple(g) for g, (_, s) in zip(gaps, found, strict=True) if s.losses != reference.losses and _usual(g)}
+    spread = pooled_deviation(sorted(usual))
     summaries = []
     for mine, (cell, summary) in zip(gaps, found, strict=True):
         if not mine or any(map(math.isinf, mine)):
