@@ -2,8 +2,8 @@
 
 Contract:
     * The key covers everything that changes the result, and no label.
-    * What the library means by injection and by a log code is about to change. `SPEC` names its meaning; it is part
-      of the key of the runs that depend on it, and of no other, so that those others need not be repeated.
+    * What the library means by injection and by a log code has changed once. `SPEC` names its meaning; it is part of
+      the key of the runs that depend on it, and of no other, so that those others need not be repeated.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import masterless as ml
-from masterless.models import GPTConfig
+from masterless.lab.models import GPTConfig
 
-SPEC = "v0"  # v0: momentum in gradient or update units, log codes unbiased in v
+SPEC = "v1"  # v0: momentum in gradient or update units, log codes unbiased in v; v1: weight units, unbiased in use
 REGIME = 2  # schedule, clipping, batches, validation: see `trainer`
 BETA2 = 0.95
 SEQ_LEN = 128

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import masterless as ml
-from masterless.models import GPT
+from masterless.lab.models import GPT
 
 from .recipe import SEQ_LEN, Job, Setting
 from .texts import CACHE, Text, load
