@@ -20,7 +20,7 @@ from masterless.lab.train.config import FIELDS, ConfigError, RunConfig, read_tom
 if TYPE_CHECKING:
     from masterless.lab.train.experiment import Experiment
 
-DEFAULT = "fp32,1.8-byte,1.3-byte-int4,1-byte-int4,naive-int4"
+DEFAULT = "fp32,2-byte,1.3-byte-int4,1-byte-int4,naive-int4"
 STEPS = 900  # with two seeds as long as one seed of 1500 steps on two cores, and the table shows its own noise
 _NOT_SHARED = {
     "formats",
