@@ -211,7 +211,7 @@ def resident_peak() -> int:
     return peak
 
 
-def work(seed: int, first: int, until: float) -> None:
+def work(seed: int, first: int, until: float, cases: int) -> None:
     """Runs cases from number `first` on; says on stdout what it is about to do and how it ended."""
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as name:
@@ -219,7 +219,7 @@ def work(seed: int, first: int, until: float) -> None:
         every = targets(folder)
         good = {t.name: t.read(_copy(folder, t)) for t in every if t.exact}
         case = first
-        while time.time() < until:
+        while time.time() < until and case < cases:
             target = every[case % len(every)]
             source = random.Random(f"{seed} {case}")
             copy = _copy(folder, target)
@@ -236,7 +236,7 @@ def work(seed: int, first: int, until: float) -> None:
             )
             size = sum(p.stat().st_size for p in copy.rglob("*") if p.is_file())
             resident_peak()
-            before, began, finding = resident_peak(), time.time(), ""
+            before, began, finding = resident_peak(), time.process_time(), ""
             try:
                 value, ended = target.read(copy), "loaded"
                 if target.exact and not forged and value != good[target.name]:
@@ -250,7 +250,7 @@ def work(seed: int, first: int, until: float) -> None:
             extra = max(0, resident_peak() - before)
             if extra > FREE + MULTIPLE * size:
                 finding = finding or f"{extra:,} bytes of memory for files of {size:,}"
-            took = time.time() - began
+            took = time.process_time() - began  # of this process alone: others may keep the machine busy
             print(
                 json.dumps({"end": ended, "seconds": took, "extra": extra, "size": size, "finding": finding[:300]}),
                 flush=True,
@@ -268,8 +268,8 @@ def _copy(folder: Path, target: Target) -> Path:
 # --- the process that watches ---------------------------------------------------------------------------------------
 
 
-def watch(seed: int, seconds: float) -> dict[str, Any]:
-    """Runs cases for so long, starting a new process where one died; returns counts and findings."""
+def watch(seed: int, seconds: float, cases: int) -> dict[str, Any]:
+    """Runs so many cases, or for so long, starting a new process where one died; returns counts and findings."""
     result: dict[str, Any] = {
         "seed": seed,
         "cases": 0,
@@ -279,8 +279,9 @@ def watch(seed: int, seconds: float) -> dict[str, Any]:
         "slowest": 0.0,
     }
     first, until = 0, time.time() + seconds
-    while time.time() < until:
+    while time.time() < until and first < cases:
         command = [sys.executable, __file__, "--work", str(first), "--seed", str(seed), "--until", str(until)]
+        command += ["--cases", str(cases)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
@@ -324,22 +325,24 @@ def watch(seed: int, seconds: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--cases", type=int, default=10**9, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work is not None:
-        work(options.seed, options.work, options.until)
+        work(options.seed, options.work, options.until, options.cases)
         return
-    result = watch(options.seed, options.seconds)
+    result = watch(options.seed, options.seconds, options.cases)
     if options.json:
         print(json.dumps(result))
     else:
         for name, counts in result["targets"].items():
             print(f"{name:24} " + ", ".join(f"{count} {end}" for end, count in sorted(counts.items())))
         extra = f"at most {result['largest_extra'] >> 20} MB more memory"
-        print(f"{result['cases']} cases, slowest {result['slowest']} s, {extra}, {len(result['findings'])} findings")
+        found = f"{len(result['findings'])} findings"
+        print(f"{result['cases']} cases, at most {result['slowest']} s of computing, {extra}, {found}")
         for finding in result["findings"]:
             print("FOUND", json.dumps(finding))
     sys.exit(1 if result["findings"] else 0)

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from masterless.lab import launch
 from masterless.lab.commands.common import fail, one_line_warnings, with_options
 from masterless.lab.train import display as displays
 from masterless.lab.train import run as runs
@@ -60,6 +59,8 @@ def train(
     if parallel is not None:
         if sample or tensorboard or from_step is not None:
             raise ValueError("--parallel: goes without --sample, --tensorboard and --from-step; leave them out")
+        from masterless.lab import launch  # torch.distributed is large, and one process does without
+
         summary = launch.run(parallel, given, None if config is None else read_toml(config), out, resume, trust)
         if launch.is_first():
             print(json.dumps(summary), flush=True)

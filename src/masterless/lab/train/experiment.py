@@ -91,13 +91,15 @@ def load_results(path: Path) -> list[dict[str, Any]]:
 def _is_result(row: dict[str, Any]) -> bool:
     try:
         memory = row["memory"]
-        numbers = [memory[k] for k in ("measured_per_parameter", "predicted_per_parameter", "inner_parameters")]
-        numbers += [row["peak_bytes"], row["settings"]["steps"], row["seed"], *memory["inner_bytes"].values()]
-        numbers += [] if row["loss"] is None else [row["loss"], row["seconds"]]
+        positive = [memory[k] for k in ("measured_per_parameter", "predicted_per_parameter", "inner_parameters")]
+        positive += [row["settings"]["steps"], 1.0 if row["loss"] is None else row["loss"]]
+        numbers = [row["peak_bytes"], row["seed"], *memory["inner_bytes"].values(), *positive]
+        numbers += [] if row["loss"] is None else [row["seconds"]]
         numbers += [n for key in ("validation", "curve") for pair in row.get(key, []) for n in pair]
         for sample in row["stalls"]:
             numbers += [sample["step"], *(n for entry in sample["stalls"].values() for n in entry.values())]
-        return all(map(is_number, numbers)) and all(isinstance(row[key], str) for key in ("id", "label"))
+        named = all(isinstance(row[key], str) for key in ("id", "label"))
+        return named and all(map(is_number, numbers)) and all(n > 0 for n in positive)
     except (KeyError, TypeError, AttributeError):
         return False
 
@@ -223,12 +225,19 @@ def _start(process: Any) -> None:
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         process.start()
         return
-    # A blocked signal stays blocked in the child, and is only delayed here (an ignored one would be lost).
+    # A blocked signal stays blocked in the child, and is only delayed here (an ignored one would be lost). Another
+    # thread may still take it, so that its handler must not end the start half-way either.
+    noted: list[int] = []
+    handlers = {n: signal.signal(n, lambda n, _: noted.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number in noted:
+        signal.raise_signal(number)
 
 
 def _work(experiment: Experiment, messages: Any, threads: int) -> None:

@@ -158,8 +158,8 @@ def write_comparison_report(
         for e in table
         for cell in (cells(e),)
     )
-    body = f'<div class="scroll"><table><tr>{head}</tr>{lines}</table></div><p>{noise_note(table)}</p>'
-    wide = f'<div class="card">{body}</div>'
+    scrolled = f'<div class="scroll"><table><tr>{head}</tr>{lines}</table></div>'
+    wide = f'<div class="card">{scrolled}<p>{noise_note(table)}</p></div>'
     seeds = len({row["seed"] for row in rows})
     lead = f"{len(table)} configurations, {seeds} seed{'s' if seeds > 1 else ''} each, on the same text and batches."
     body = (
@@ -173,7 +173,7 @@ NOISE = "another processor or torch build moves the losses of low-bit presets by
 
 def noise_note(table: Sequence[Mapping[str, Any]]) -> str:
     """What a reader of the table should know about small differences."""
-    seeds = max(len(e["losses"]) for e in table)
+    seeds = max(len(e.get("losses", [])) for e in table)
     spread = f"±: standard deviation over {seeds} seeds" if seeds > 1 else "one seed: no spread is known, try --seeds 2"
     return f"{spread}; {NOISE}"
 
