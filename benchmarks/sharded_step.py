@@ -3,7 +3,7 @@
     python benchmarks/sharded_step.py [--json]
 
 Every rank has one thread and half of 12 matrices of 768 x 3072; the time is the slower rank's, the minimum of repeats,
-the two backends in turn. Presets with a factored second moment need the row and column sums of all ranks: only these cross.
+the two backends in turn. A factored second moment needs the row and column sums of all ranks: only these cross.
 """
 
 from __future__ import annotations
