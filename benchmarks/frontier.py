@@ -18,6 +18,7 @@ BETA2 = 0.95
 FP32_STATES = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
 DROP = {"error_compensation": False}
 NEAREST = {"weight_rounding": "nearest"}
+# Rows of quantized weights that name the units were measured when error compensation allowed any; it refuses them now.
 GRADIENT_UNITS = {"moment_units": "gradient"}
 
 
@@ -252,17 +253,6 @@ def hidden_bits() -> list[Experiment]:
     return rows
 
 
-def coefficient() -> list[Experiment]:
-    """The injection's coefficient with this step's learning rate or the next one's; a schedule that ends at zero."""
-    rows = []
-    for weights, beta1 in (("int4", 0.9), ("fp8", 0.9)):
-        recipe = exact_states(weights, "", beta1)
-        for announce in (False, True):
-            label = f"{weights} ECO stochastic, {'next' if announce else 'this'} step's lr"
-            rows.append(recipe.at(label, min_lr_ratio=0.0, announce_next_lr=announce))
-    return [FP32.at("fp32", min_lr_ratio=0.0), *rows]
-
-
 def momentum() -> list[Experiment]:
     """Beta1 against the rounding of INT4 weights under error compensation, fp32 states (one seed)."""
     rows = [FP32, full(0.6), full(0.35)]
@@ -380,7 +370,6 @@ PARTS = {
     "moments": moments,
     "hidden-bits": hidden_bits,
     "momentum": momentum,
-    "coefficient": coefficient,
     "batch": batch,
     "length": length,
     "size": size,

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,15 +44,15 @@ def jobs() -> list[Job]:
 
 def aware_of_decay(optimizer: AdamW) -> None:
     """Makes the injection's coefficient count the decay that the lost part would have had."""
-    rule = optimizer.rule(optimizer.param_groups[0])
+    rule = optimizer.rule(optimizer.param_groups[0], compensated=True)
 
     def scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
         plain, beta1 = rule.scalars(group, t1, t2), group["betas"][0]
         share = (1.0 - plain.decay / beta1) / (1.0 - 1.0 / beta1)
         return plain._replace(inject=plain.inject * share)
 
-    changed = dataclasses.replace(rule, scalars=scalars)
-    optimizer.rule = lambda group: changed  # type: ignore[method-assign]
+    changed, plain_rule = rule._replace(scalars=scalars), optimizer.rule
+    optimizer.rule = lambda group, compensated=False: changed if compensated else plain_rule(group)  # type: ignore
 
 
 def run(job: Job) -> Row:

@@ -157,8 +157,9 @@ def is_full_precision(row: dict[str, Any]) -> bool:
 def preset_of(row: dict[str, Any]) -> str:
     """The preset that a row was trained with; empty if it was none."""
     usual = {"betas": [0.9, 0.95]}
+    options = {name: value for name, value in row["options"].items() if (name, value) != ("moment_units", "update")}
     for preset in PRESETS.values():
-        if [row["weights"], {**usual, **row["options"]}] == json.loads(
+        if [row["weights"], {**usual, **options}] == json.loads(
             json.dumps([preset.weights, {**usual, **preset.options}])
         ):
             return preset.name

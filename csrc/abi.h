@@ -40,7 +40,13 @@ extern "C" {
     ITEM(ML_SGD, sgd)                             \
     ITEM(ML_SGD_NESTEROV, sgd_nesterov)           \
     ITEM(ML_LION, lion)                           \
-    ITEM(ML_ADAFACTOR, adafactor)
+    ITEM(ML_ADAFACTOR, adafactor)                 \
+    /* With the momentum in units of the weight: these come last. */ \
+    ITEM(ML_ADAM_WEIGHT_UNITS, adam_weight_units)                    \
+    ITEM(ML_RMSPROP_WEIGHT_UNITS, rmsprop_weight_units)              \
+    ITEM(ML_SGD_WEIGHT_UNITS, sgd_weight_units)                      \
+    ITEM(ML_SGD_NESTEROV_WEIGHT_UNITS, sgd_nesterov_weight_units)    \
+    ITEM(ML_ADAFACTOR_WEIGHT_UNITS, adafactor_weight_units)
 
 #define ML_ENUMERATOR(constant, name) constant,
 enum MlKind : int32_t { ML_KINDS(ML_ENUMERATOR) };
@@ -129,7 +135,7 @@ enum MlRule : int32_t { ML_RULES(ML_ENUMERATOR) };
     FIELD(float, clip)                                                                              \
     FIELD(float, inject)                                                                            \
     FIELD(double, adafactor_step_size)      /* before the weight's RMS is known */                  \
-    FIELD(double, adafactor_inject)                                                                 \
+    FIELD(double, adafactor_rate1)          /* likewise, of a momentum in units of the weight */    \
     FIELD(double, adafactor_min_rms)                                                                \
     FIELD(double, adafactor_clip_threshold)                                                         \
     FIELD(int64_t, bad)              /* out: gradient elements (or their squares) not finite */

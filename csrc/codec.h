@@ -43,17 +43,14 @@ inline Metadata scaled_block(const MlStorage& s, float scale, float absmax) {
     return block;
 }
 
-// Where what rounding loses goes: moment += (number - what was stored) * unit, element by element.
+// Where what rounding loses goes: moment += (number - what was stored) * share, element by element.
 struct Injection {
     float* moment = nullptr;  // null: it is dropped
-    const float* unit = nullptr;
-    int which_unit = -1;  // 0: one vector of units serves all elements
+    vf share{};
 
     explicit operator bool() const { return moment != nullptr; }
 
-    void operator()(int e, vf lost) const {
-        store(moment + e, load<vf>(moment + e) + lost * load<vf>(unit + (e & which_unit)));
-    }
+    void operator()(int e, vf lost) const { store(moment + e, load<vf>(moment + e) + lost * share); }
 };
 
 inline bool is_scaled(const MlStorage& s) { return s.kind >= ML_LINEAR && s.kind <= ML_LOG; }

@@ -23,7 +23,6 @@ struct Workspace {
     alignas(64) float w[kMaxSpan + 48];
     alignas(64) float m[kMaxSpan + 80];
     alignas(64) float v[kMaxSpan + 112];
-    alignas(64) float unit[kMaxSpan + 144];
     alignas(64) float weight_thresholds[kMaxSpan + 176];
     alignas(64) float first_thresholds[kMaxSpan + 208];
     alignas(64) float second_thresholds[kMaxSpan + 240];
@@ -50,6 +49,7 @@ class Pipeline {
     Pipeline(MlTask& task, Workspace& work, const Metadata* weight_scale, const float* mean_rows)
         : t_(task), b_(work), weight_scale_(weight_scale), mean_rows_(mean_rows),
           has_first_(task.first.kind != ML_NONE), inject_(task.inject_error && task.first.kind != ML_NONE),
+          stores_weight_(task.scale_policy != ML_FROZEN), stores_first_(has_first_ && !keeps_first(task)),
           rule_(rule_function(task)), weight_draw_(draw(task.weight, work.weight_thresholds)),
           first_draw_(draw(task.first, work.first_thresholds)),
           second_draw_(draw(task.second, work.second_thresholds)) {}
@@ -114,16 +114,16 @@ class Pipeline {
     // From the loaded gradient: buffer w becomes the target W~, m and v the new moments. With `in_place` a plain fp32
     // weight is its own buffer.
     void target(const Span& s, bool in_place = false) {
-        if (in_place && t_.weight.kind == ML_FLOAT32)
+        if (in_place && t_.weight.kind == ML_FLOAT32 && stores_weight_)
             w_ = (float*)t_.weight.values + s.row * t_.cols + s.col;
         else
             decode_weight(s);
         if (has_first_) decode(t_.first, t_.cols, s, b_.codes(), b_.m);
         decode_second(s);
-        const TileBuffers buffers{g_, w_, b_.m, b_.v, b_.unit, weight_draw_, first_draw_, second_draw_,
+        const TileBuffers buffers{g_, w_, b_.m, b_.v, weight_draw_, first_draw_, second_draw_,
                                   after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, kLanes), after(s, t_.weight, kLanes),
                                   after(s, t_.first, kChunk), after(s, t_.second, kChunk)};
-        rule_.apply(t_, s.n, s.chunk, buffers);
+        rule_(t_, s.n, s.chunk, buffers);
         for (int e = s.n; e % kLanes; ++e) b_.w[e] = b_.m[e] = b_.v[e] = 0.0f;
     }
 
@@ -179,8 +179,8 @@ class Pipeline {
 
     // Rounds and stores the target and the new moments.
     void finish(const Span& s, const Known& known) {
-        round_weight(s, known.weight, false);
-        if (has_first_) store_moment(t_.first, s, b_.m, first_draw_.thresholds, known.first);
+        if (stores_weight_) round_weight(s, known.weight, false);
+        if (stores_first_) store_moment(t_.first, s, b_.m, first_draw_.thresholds, known.first);
         if (t_.second.kind != ML_NONE && t_.second.kind != ML_FACTORED)
             store_moment(t_.second, s, b_.v, second_draw_.thresholds, known.second);
     }
@@ -189,7 +189,7 @@ class Pipeline {
     void round_weight(const Span& s, const Metadata* known, bool dry) {
         const MlStorage& weight = t_.weight;
         const Metadata* blocks = known ? known : weight_blocks(s);
-        const Injection inject = inject_ ? Injection{b_.m, b_.unit, rule_.has_denominator ? -1 : 0} : Injection{};
+        const Injection inject = inject_ ? Injection{b_.m, splat(t_.inject)} : Injection{};
         encode(weight, t_.cols, s, w_, weight_draw_.thresholds, blocks, b_.codes(), inject, dry);
         if (is_scaled(weight) && !known) {
             const int64_t first = metadata_index(weight, s);
@@ -260,7 +260,7 @@ class Pipeline {
         for_each_part(row, col, n, [&](const Span& s) { retarget(s), finish(s, known); });
         // Written last: until here the row was decoded under the metadata it had.
         if (known.weight == &weight) write_metadata(t_.weight, row, weight);
-        if (known.first) write_metadata(t_.first, row, first);
+        if (known.first && stores_first_) write_metadata(t_.first, row, first);
         if (known.second) write_metadata(t_.second, row, second);
         return 0;
     }
@@ -281,7 +281,7 @@ class Pipeline {
     uint32_t largest_ = 0;  // float bits of the loaded gradient's largest magnitude
     const Metadata* weight_scale_;
     const float* mean_rows_;
-    const bool has_first_, inject_;
+    const bool has_first_, inject_, stores_weight_, stores_first_;
     const RuleFunction rule_;
     const Draw weight_draw_, first_draw_, second_draw_;
 };

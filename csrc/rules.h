@@ -13,12 +13,12 @@ namespace masterless {
 inline namespace MASTERLESS_ISA {
 
 struct Scalars {  // as vectors, so that no loop has to spread them
-    vf step_size, decay, l2, keep1, rate1, keep2, rate2, bias2, eps, clip, inject;
+    vf step_size, decay, l2, keep1, rate1, keep2, rate2, bias2, eps, clip;
 
     explicit Scalars(const MlTask& t)
         : step_size(splat(t.step_size)), decay(splat(t.decay)), l2(splat(t.l2)), keep1(splat(t.keep1)),
           rate1(splat(t.rate1)), keep2(splat(t.keep2)), rate2(splat(t.rate2)), bias2(splat(t.bias2)),
-          eps(splat(t.eps)), clip(splat(t.clip)), inject(splat(t.inject)) {}
+          eps(splat(t.eps)), clip(splat(t.clip)) {}
 };
 
 // This step's innovation (g * g for most rules) to the updated average; a factored one was updated before.
@@ -63,6 +63,19 @@ struct AdamUpdateUnits {
     }
 };
 
+// Momentum in units of the weight: u <- b1 u + (1-b1) lr g/d;  step u
+struct AdamWeightUnits {
+    static constexpr bool kSecond = true;
+    template <bool kFirst> static constexpr bool has_denominator() { return !kFirst; }
+    template <bool kFirst> static Update step(vf g, vf u, const SecondMoment& second_moment, const Scalars& c) {
+        const vf v = second_moment(g * g);
+        const vf d = sqrt(v) * c.bias2 + c.eps;
+        if (!kFirst) return {vf{}, v, g, d};
+        u = u * c.keep1 + (g / d) * c.rate1;
+        return {u, v, u, vf{}};
+    }
+};
+
 // s <- b2 s + (1-b2)(g - m)^2;  step m / (sqrt(s + eps) / sqrt(1-b2^t) + eps)
 struct AdaBelief {
     static constexpr bool kSecond = true;
@@ -75,7 +88,7 @@ struct AdaBelief {
     }
 };
 
-// v <- a v + (1-a) g^2;  buf <- mu buf + g / (sqrt(v) + eps);  step buf
+// v <- a v + (1-a) g^2;  buf <- mu buf + g / (sqrt(v) + eps);  step buf  (in weight units lr enters buf)
 struct RmsProp {
     static constexpr bool kSecond = true;
     template <bool kFirst> static constexpr bool has_denominator() { return !kFirst; }
@@ -83,12 +96,12 @@ struct RmsProp {
         const vf v = second_moment(g * g);
         const vf d = sqrt(v) + c.eps;
         if (!kFirst) return {vf{}, v, g, d};
-        buf = buf * c.keep1 + g / d;
+        buf = buf * c.keep1 + (g / d) * c.rate1;
         return {buf, v, buf, vf{}};
     }
 };
 
-// buf <- mu buf + (1-dampening) g;  step buf  (Nesterov: g + mu buf)
+// buf <- mu buf + (1-dampening) g;  step buf  (Nesterov: g + mu buf; in weight units lr enters both)
 template <bool kNesterov>
 struct Sgd {
     static constexpr bool kSecond = false;
@@ -96,7 +109,7 @@ struct Sgd {
     template <bool kFirst> static Update step(vf g, vf buf, const SecondMoment&, const Scalars& c) {
         if (!kFirst) return {vf{}, vf{}, g, vf{}};
         buf = buf * c.keep1 + g * c.rate1;
-        return {buf, vf{}, kNesterov ? g + buf * c.keep1 : buf, vf{}};
+        return {buf, vf{}, kNesterov ? g * c.rate1 + buf * c.keep1 : buf, vf{}};
     }
 };
 
@@ -120,6 +133,19 @@ struct Adafactor {
         if (!kFirst) return {vf{}, v, g, d};
         m = ema(m, (g / d) * c.clip, c);
         return {m, v, m, vf{}};
+    }
+};
+
+// In units of the weight: u <- b1 u + (1-b1) alpha clip g/d;  step u
+struct AdafactorWeightUnits {
+    static constexpr bool kSecond = true;
+    template <bool kFirst> static constexpr bool has_denominator() { return !kFirst; }
+    template <bool kFirst> static Update step(vf g, vf u, const SecondMoment& second_moment, const Scalars& c) {
+        const vf v = second_moment(g * g);
+        const vf d = max(sqrt(v), c.eps);
+        if (!kFirst) return {vf{}, v, g, d};
+        u = u * c.keep1 + (g / d) * c.rate1;
+        return {u, v, u, vf{}};
     }
 };
 
@@ -148,23 +174,20 @@ struct Upcoming {
 
 struct TileBuffers {
     const float* g;
-    float *w, *m, *v, *unit;
+    float *w, *m, *v;
     Draw weight, first, second;
     Upcoming next_gradient, next_weight, next_first, next_second;
 };
 
-// One rule over a span: w becomes the target W~, m and v the new moments, unit the factor of error injection (one
-// for each element if the rule has a denominator, and a single vector otherwise).
+// One rule over a span: w becomes the target W~, m and v the new moments.
 // The random numbers of the span are drawn along the way, for a rule mostly waits for division and square root.
 template <class Rule, bool kFirst, bool kFactored>
 void apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& buffers) {
     const TileBuffers b = buffers;  // a copy, which no store below can change
     const Scalars c(task);
-    const bool inject = task.inject_error && kFirst;
     const float sign = task.maximize ? -1.0f : 1.0f;
     const bool has_l2 = task.has_l2;
     constexpr bool kDenominator = Rule::template has_denominator<kFirst>();
-    if (inject && !kDenominator) store(b.unit, c.inject);
     Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight, next_first = b.next_first,
              next_second = b.next_second;
     for (int start = 0; start < n; start += kChunk, ++chunk) {
@@ -184,7 +207,6 @@ void apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& bu
             store(b.w + e, w * c.decay - moved * c.step_size);
             if (kFirst) store(b.m + e, u.first);
             if (Rule::kSecond) store(b.v + e, u.second);
-            if (kDenominator && inject) store(b.unit + e, u.denominator * c.inject);
             if (b.weight.thresholds) store(b.weight.thresholds + e, threshold(weight_random.next()));
             if (b.first.thresholds) store(b.first.thresholds + e, threshold(first_random.next()));
             if (b.second.thresholds) store(b.second.thresholds + e, threshold(second_random.next()));
@@ -192,15 +214,11 @@ void apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& bu
     }
 }
 
-struct RuleFunction {
-    void (*apply)(const MlTask&, int, uint64_t, const TileBuffers&);
-    bool has_denominator;
-};
+using RuleFunction = void (*)(const MlTask&, int, uint64_t, const TileBuffers&);
 
 template <class Rule, bool kFirst>
 RuleFunction choose(bool factored) {
-    return {Rule::kSecond && factored ? apply_rule<Rule, kFirst, Rule::kSecond> : apply_rule<Rule, kFirst, false>,
-            Rule::template has_denominator<kFirst>()};
+    return Rule::kSecond && factored ? apply_rule<Rule, kFirst, Rule::kSecond> : apply_rule<Rule, kFirst, false>;
 }
 
 template <class Rule>
@@ -214,13 +232,21 @@ inline RuleFunction rule_function(const MlTask& task) {
         case ML_ADAM: return choose<Adam>(task);
         case ML_ADAM_UPDATE_UNITS: return choose<AdamUpdateUnits>(task);
         case ML_ADABELIEF: return choose<AdaBelief>(task);
-        case ML_RMSPROP: return choose<RmsProp>(task);
-        case ML_SGD: return choose<Sgd<false>>(task);
-        case ML_SGD_NESTEROV: return choose<Sgd<true>>(task);
+        case ML_ADAM_WEIGHT_UNITS: return choose<AdamWeightUnits>(task);
+        case ML_RMSPROP:
+        case ML_RMSPROP_WEIGHT_UNITS: return choose<RmsProp>(task);
+        case ML_SGD:
+        case ML_SGD_WEIGHT_UNITS: return choose<Sgd<false>>(task);
+        case ML_SGD_NESTEROV:
+        case ML_SGD_NESTEROV_WEIGHT_UNITS: return choose<Sgd<true>>(task);
         case ML_LION: return choose<Lion>(task);
+        case ML_ADAFACTOR_WEIGHT_UNITS: return choose<AdafactorWeightUnits>(task);
         default: return choose<Adafactor>(task);
     }
 }
+
+// Whether the first moment stays as it is stored: in units of the weight, while nothing moves.
+inline bool keeps_first(const MlTask& t) { return t.rule >= ML_ADAM_WEIGHT_UNITS && t.step_size == 0.0f; }
 
 }  // namespace MASTERLESS_ISA
 }  // namespace masterless

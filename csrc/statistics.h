@@ -58,7 +58,7 @@ struct Statistics {
     const float* row_means() const { return task->statistics_given ? task->mean_rows : mean_rows.get(); }
     bool stopped() const { return bad.load(std::memory_order_relaxed) != 0; }
     bool factored() const { return task->second.kind == ML_FACTORED; }
-    bool adafactor() const { return task->rule == ML_ADAFACTOR; }
+    bool adafactor() const { return task->rule == ML_ADAFACTOR || task->rule == ML_ADAFACTOR_WEIGHT_UNITS; }
     bool one_scale() const { return is_scaled(task->weight) && task->weight.per_tensor; }
 
     int64_t rows_per_item() const { return task->cols < kGrain ? kGrain / task->cols : 1; }
@@ -275,7 +275,11 @@ inline void adafactor_close(Statistics& x) {
     const double clip = 1.0 / std::fmax(1.0, rms_update / t.adafactor_clip_threshold);
     t.step_size = (float)(t.adafactor_without_buffer ? alpha * clip : alpha);
     t.clip = (float)clip;
-    t.inject = (float)(alpha != 0.0 ? t.adafactor_inject / alpha : 0.0);
+    if (t.rule != ML_ADAFACTOR_WEIGHT_UNITS || t.adafactor_without_buffer) return;
+    const bool moves = alpha != 0.0;
+    t.step_size = moves ? 1.0f : 0.0f;
+    t.rate1 = moves ? (float)(t.adafactor_rate1 * clip * alpha) : 0.0f;
+    if (!moves) t.keep1 = 1.0f, t.inject = 0.0f;
 }
 
 inline void target_peak(Statistics& x, int64_t item, Workspace& work) {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from masterless.backends.cpu.backend import CpuBackend
-from masterless.formats import Format, as_first_moment, as_second_moment, names, parse
+from masterless.formats import Format, as_first_moment, as_second_moment, names, parse, scaling
 from masterless.formats.rounding import PURPOSES, ROUNDINGS, parameter_id, stream_key
 from masterless.formats.storage import Storage
 from masterless.step import reference
@@ -55,13 +55,14 @@ GROUPS: dict[str, dict[str, Any]] = {
     "lion": {"betas": (0.9, 0.99)},
     "adafactor": {"beta1": 0.9, "beta2_decay": -0.8, "eps": (1e-20, 1e-3), "d": 1.0},
 }
+GROUPS |= {f"{name}_weight_units": GROUPS[name] for name in ("adam", "rmsprop", "sgd", "sgd_nesterov", "adafactor")}
 
 
 @dataclass
 class Case:
     """A parameter's history: what is stored how, and what the gradients look like."""
 
-    rule: str = "adam"
+    rule: str = "adam_weight_units"
     weight: str = "fp32"
     first: str = "int8"
     second: str = "log8"
@@ -129,7 +130,7 @@ def build(case: Case) -> Task:
     weight = Storage.zeros(parse(case.weight), case.shape)
     weight.encode_(torch.randn(case.shape, generator=generator) * case.weight_size)
     second, rule = _second(case), RULES[case.rule]
-    group = {"lr": case.lr, "weight_decay": case.weight_decay, "next_lr": None, **GROUPS[case.rule]}
+    group = {"lr": case.lr, "weight_decay": case.weight_decay, **GROUPS[case.rule]}
     if case.first == "none":
         group |= {"betas": (0.0, 0.99), "momentum": 0.0, "beta1": 0.0, "nesterov": False}
     return Task(
@@ -143,9 +144,9 @@ def build(case: Case) -> Task:
         second=second,
         rounding={"weight": case.weight_rounding, "exp_avg": case.rounding, "exp_avg_sq": case.rounding},
         keys=dict.fromkeys(PURPOSES, 0),
-        inject=case.inject,
+        inject=case.inject and rule.compensable,
         maximize=case.maximize,
-        scale_policy=case.policy,
+        scale_policy=scaling.FROZEN if case.lr == 0.0 else case.policy,
         first_row=case.first_row,
     )
 
@@ -235,7 +236,7 @@ def random_case(rng: random.Random) -> Case:
         shape=rng.choice(SHAPES),
         rounding=rng.choice(ROUNDINGS),
         weight_rounding=rng.choice(["nearest", "stochastic"]),
-        inject=rng.random() < 0.7 and first != "none" and rule != "lion",
+        inject=rng.random() < 0.7 and first != "none" and RULES[rule].compensable,
         policy=rng.choice(["held", "recompute"]),
         grad=rng.choice([torch.float32, torch.bfloat16]),
         gradients=rng.choice(["normal", "normal", *GRADIENTS]),

@@ -13,7 +13,7 @@ import torch
 
 from masterless.formats import codec, parse
 from masterless.formats.rounding import dither
-from masterless.insight.staleness import (
+from masterless.step.staleness import (
     Grid,
 )
 

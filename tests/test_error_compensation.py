@@ -14,7 +14,7 @@ from masterless.formats import codec, parse, scaling
 from masterless.formats.rounding import dither
 from masterless.insight import memory
 from masterless.optim.base import LossyUpdateWarning
-from masterless.step import reference
+from masterless.step import statistics
 from masterless.tensor.quantized import QuantizedTensor
 
 HALF_ULP = 2.0**-24  # largest relative error of one fp32 operation
@@ -30,11 +30,9 @@ BETAS = {"betas": (B1, B2), "weight_decay": WD, "eps": EPS}
 RULES = {
     "adamw": (ml.AdamW, BETAS),
     "adam": (ml.Adam, BETAS),
-    "adamw in update units": (ml.AdamW, {**BETAS, "moment_units": "update"}),
     "sgd": (ml.SGD, {"momentum": B1, "weight_decay": WD, "dampening": 0.3}),
     "nesterov": (ml.SGD, {"momentum": B1, "nesterov": True}),
     "rmsprop": (ml.RMSprop, {"momentum": B1, "alpha": B2, "eps": EPS}),
-    "adabelief": (ml.AdaBelief, BETAS),
     "adafactor": (ml.Adafactor, {"beta1": B1, "weight_decay": WD}),
 }
 
@@ -74,19 +72,17 @@ def weight(p):
     return p.detach().stored.decode().double()
 
 
-def step_size(rule, p, state, t):
-    """The rule's element-wise s in ``W~ = decay W - s m~``, from its definition, fp64."""
-    second = next((v.double() for k, v in state.items() if k in ("exp_avg_sq", "exp_avg_var", "square_avg")), None)
-    bias1, bias2 = 1 - B1**t, 1 - B2**t
+def step_size(rule, p, t):
+    """What a momentum without compensation is multiplied by in a step: its unit, in units of the weight."""
     if rule in ("adamw", "adam"):
-        return LR / bias1 / ((second / bias2).sqrt() + EPS)
-    if rule == "adabelief":
-        return LR / bias1 / (((second + EPS) / bias2).sqrt() + EPS)
-    if rule == "adamw in update units":
-        return torch.tensor(LR / bias1, dtype=torch.float64)
-    if rule == "adafactor":
-        return max(1e-3, weight(p).square().mean().sqrt()) * min(LR, 1 / math.sqrt(t))
-    return torch.tensor(LR, dtype=torch.float64)
+        return 1.0  # asked for in weight units: see `dropping`
+    return LR if rule != "adafactor" else float(weight(p).square().mean().sqrt()) * min(LR, 1 / math.sqrt(t))
+
+
+def dropping(rule, p, **options):
+    """An optimizer without compensation, its momentum in weight units where that can be asked for."""
+    units = {"moment_units": "weight"} if rule in ("adamw", "adam") else {}
+    return build(rule, p, error_compensation=False, **units, **options)
 
 
 # --- every format under every rule -------------------------------------------------------------------------
@@ -95,16 +91,22 @@ def step_size(rule, p, state, t):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_weight_is_representable_and_the_momentum_holds_what_rounding_lost(format, rule):
-    """One step with and one without compensation, from the same state: same codes, and m differs by (1-1/b)/s e."""
+    """One step with and one without compensation, from the same state: same codes, and u differs by (1-1/b) e."""
     p, twin = (quantized(random(*SHAPE), format) for _ in range(2))
-    optimizer, naive = build(rule, p), build(rule, twin, error_compensation=False)
+    optimizer, naive = build(rule, p), dropping(rule, twin)
+    first, master = RULES[rule][0].first_name, p.detach().format.master
     for t in range(3):
         step(optimizer, p, random(*SHAPE, seed=t + 1))
     step(naive, twin, torch.zeros(SHAPE))  # allocates
     twin.detach().copy_(p.detach())
-    for name, value in optimizer.state[p].items():
-        naive.state[twin][name].copy_(value)
     before, g = p.detach().clone(), random(*SHAPE, seed=9)
+    size = 1.0 if master and rule not in ("adamw", "adam") else step_size(rule, before, 4)
+    if master:
+        naive = build(rule, twin, error_compensation=False)
+        step(naive, twin, torch.zeros(SHAPE))
+        twin.detach().copy_(p.detach())
+    for name, value in naive.state[twin].items():
+        value.copy_(optimizer.state[p][name] / (size if name == first else 1))
     step(optimizer, p, g)
     step(naive, twin, g)
 
@@ -116,18 +118,17 @@ def test_the_weight_is_representable_and_the_momentum_holds_what_rounding_lost(f
         if not stored.format.master or u is None:  # the visible code of a master copy is its nearest
             assert all(torch.equal(again[name], stored.rows_of(name)) for name in again)
 
-    first = RULES[rule][0].first_name
     ordinary, found = (o.state[q][first].double() for o, q in ((naive, twin), (optimizer, p)))
     if stored.format.master:
         assert torch.equal(found, ordinary)
         return
-    s = step_size(rule, before, naive.state[twin], 4)
-    decay = 1 - LR * WD if rule.startswith("adamw") or rule in ("adabelief", "adafactor") else 1.0
-    direction, share = (g.double() + B1 * ordinary, 1 / B1) if rule == "nesterov" else (ordinary, 1.0)
-    error = decay * weight(before) - s * direction - weight(p)
-    unit = share * (1 - 1 / B1) / s
-    # fp32: W~ takes four operations on numbers of the weight's size, m' two; v has the rounding of four steps
-    atol = 16 * HALF_ULP * float(weight(before).abs().max() * unit.abs().max() + found.abs().max())
+    ordinary = ordinary * size
+    decay = 1 - LR * WD if rule in ("adamw", "adafactor") else 1.0
+    direction, share = (LR * g.double() + B1 * ordinary, 1 / B1) if rule == "nesterov" else (ordinary, 1.0)
+    error = decay * weight(before) - direction - weight(p)
+    unit = share * (1 - 1 / B1)
+    # fp32: W~ takes four operations on numbers of the weight's size, u' two; u has the rounding of the conversion
+    atol = 16 * HALF_ULP * float(weight(before).abs().max() + found.abs().max())
     torch.testing.assert_close(found - ordinary, unit * error, rtol=16 * HALF_ULP, atol=atol)
     assert float((unit * error).abs().max()) > 100 * atol, "the injection must stand out"
 
@@ -155,17 +156,23 @@ def test_a_weight_that_nobody_moves_keeps_its_exact_code(format, rounding, rule)
 
 @pytest.mark.parametrize("format", ["int4", "fp8", "int4:tensor", "int4+4", "int4+32"])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_learning_rate_of_zero_moves_nothing_and_injects_nothing(rule, format):
-    p, twin = (quantized(random(*SHAPE), format) for _ in range(2))
-    optimizer, naive = build(rule, p, lr=0.0), build(rule, twin, lr=0.0, error_compensation=False)
-    start, first = parts(p), RULES[rule][0].first_name
-    for t in range(3):
-        g = random(*SHAPE, seed=t)
-        step(optimizer, p, g)
-        step(naive, twin, g)
-        assert equal(parts(p), start)
-        assert torch.equal(optimizer.state[p][first], naive.state[twin][first])
-    assert optimizer.state[p][first].abs().max() > 0
+def test_a_learning_rate_of_zero_moves_neither_the_weight_nor_its_momentum(rule, format):
+    """What rounding took waits in the momentum, to the byte; the second moment goes on."""
+    cls = RULES[rule][0]
+    for first in ("fp32", "int4", "dynamic2"):
+        p = quantized(random(*SHAPE), format)
+        optimizer = build(rule, p, **{cls.first_name: first})
+        for t in range(3):
+            step(optimizer, p, random(*SHAPE, seed=t))
+        state = optimizer.state[p]
+        start, before = parts(p), {name: value.clone() for name, value in state.items()}
+        optimizer.param_groups[0]["lr"] = 0.0
+        for t in range(3):
+            step(optimizer, p, random(*SHAPE, seed=10 + t))
+            assert equal(parts(p), start)
+        for name, value in state.items():
+            stays = name.split(".")[0] == cls.first_name and not p.detach().format.master
+            assert torch.equal(value, before[name]) == stays, name
 
 
 @pytest.mark.parametrize("policy", ["held", "recompute"])
@@ -272,14 +279,14 @@ CASES = [
 
 @pytest.mark.parametrize(("rule", "format", "options"), CASES, ids=lambda c: c if isinstance(c, str) else "-".join(c))
 def test_a_step_allocates_nothing_of_full_size(rule, format, options, monkeypatch):
-    monkeypatch.setattr(reference, "SLAB", 4 * 512)
+    monkeypatch.setattr(statistics, "SLAB", 4 * 512)
     p = quantized(random(64, 512), format)
     optimizer = build(rule, p, **options)
     step(optimizer, p, random(64, 512, seed=1))  # states are allocated here
     p.grad = random(64, 512, seed=2)
     with LargestAllocation() as seen:
         optimizer.step()
-    assert 0 < seen.largest <= reference.SLAB, f"{seen.where} allocated {seen.largest} elements"
+    assert 0 < seen.largest <= statistics.SLAB, f"{seen.where} allocated {seen.largest} elements"
 
 
 # --- refusals, warnings, master weights ---------------------------------------------------------------------
@@ -289,6 +296,9 @@ def test_a_step_allocates_nothing_of_full_size(rule, format, options, monkeypatc
     ("cls", "options", "reason"),
     [
         (ml.Lion, {}, "its step is a sign"),
+        (ml.AdaBelief, {}, "count the error in it as a surprise"),
+        (ml.AdamW, {"moment_units": "update"}, "every change of the learning rate would rescale the error"),
+        (ml.Adam, {"moment_units": "gradient"}, "every change of the learning rate would rescale the error"),
         (ml.SGD, {}, "without momentum"),
         (ml.AdamW, {"betas": (0.0, 0.99)}, "without momentum"),
         (ml.Adam, {"betas": (0.0, 0.99), "exp_avg": "none"}, "without momentum"),
@@ -300,12 +310,23 @@ def test_what_cannot_carry_the_error_is_refused_with_a_remedy(cls, options, reas
     for format in ("int4", "int4+4"):
         p = quantized(random(4, 128), format)
         with pytest.raises(ValueError, match=rf"(?s){cls.__name__}.*{reason}|{reason}") as caught:
-            cls([p], **options)
+            cls([p], error_compensation=True, **options)
         assert f"'{format}'" in str(caught.value) and "error_compensation=False" in str(caught.value)
         optimizer = cls([p], error_compensation=False, backend="reference", **options)
         step(optimizer, p, random(4, 128, seed=1))
         assert torch.isfinite(weight(p)).all()
-    cls([quantized(random(4, 128), "int4+32")], **options)  # a master copy loses nothing
+    cls([quantized(random(4, 128), "int4+32")], error_compensation=True, **options)  # a master copy loses nothing
+
+
+def test_units_that_cannot_carry_the_error_do_not_switch_compensation_off_without_a_word():
+    p = quantized(random(4, 128), "int4")
+    for units in ("gradient", "update"):
+        with pytest.raises(
+            ValueError, match=r"(?s)rescale the error.*moment_units at 'auto'.*error_compensation=False"
+        ):
+            ml.AdamW([p], moment_units=units)
+        ml.AdamW([p], moment_units=units, error_compensation=False)
+    ml.AdamW([p], moment_units="weight")
 
 
 QAT = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "nesterov": "SGD", "rmsprop": "RMSprop"}  # torch.optim's names

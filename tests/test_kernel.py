@@ -78,7 +78,7 @@ def test_rules(rule):
                 weight=weight,
                 first=first,
                 second=second,
-                inject=first != "none" and rule != "lion",
+                inject=first != "none",
                 grad=grad,
             )
             for weight, grad in (("int4", torch.bfloat16), ("fp32", torch.float32), ("bf16", torch.bfloat16))
@@ -99,7 +99,7 @@ def test_unusual_gradients(gradients):
                 ("fp32", "fp8", "ufp8"),
             )
             for size in (0.05, 1e-30, 1e30)
-            for rule, lr in (("adam", 0.01), ("sgd", 1e-5))
+            for rule, lr in (("adam", 0.01), ("adam_weight_units", 0.01), ("sgd_weight_units", 1e-5))
         ]
     )
 
@@ -122,7 +122,12 @@ def test_shapes(shape):
 @pytest.mark.parametrize("granularity", ["32", "64", "128", "256", "512", "1024", "row"])
 def test_granularities(granularity):
     families = (("int4", "int4", "log2"), ("fp8", "dynamic4", "log8"), ("int4+2", "fp4", "ufp4"))
-    check([Case(*("adam", *(f"{f}:{granularity}" for f in formats)), shape=(2, 1300)) for formats in families])
+    check(
+        [
+            Case(*("adam_weight_units", *(f"{f}:{granularity}" for f in formats)), shape=(2, 1300))
+            for formats in families
+        ]
+    )
 
 
 # --- all dimensions together ----------------------------------------------------------------------------
@@ -185,7 +190,7 @@ def test_shards_agree_with_the_whole():
 @pytest.mark.parametrize("weight", ["int4", "fp8:row", "int8:tensor", "fp32"])
 @pytest.mark.parametrize("second", ["log2", "factored"])
 def test_threads_do_not_show(weight, second):
-    rules = ("adam", "adafactor", "sgd")
+    rules = ("adam_weight_units", "adafactor_weight_units", "adafactor", "sgd")
     cases = [Case(rule=r, weight=weight, first="int4", second=second, shape=(301, 515), steps=1) for r in rules]
     tasks = [kernel_cases.at_step(build(c), c, 1, build(c).grad) for c in cases]
     by_threads = {}

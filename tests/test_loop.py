@@ -40,16 +40,6 @@ def test_schedule():
     assert lr_at(9, TrainSettings(steps=10, warmup=10, lr=1.0)) == 1.0
 
 
-def test_the_next_learning_rate_is_announced_if_asked(corpus):
-    for asked in (False, True):
-        settings = dataclasses.replace(SETTINGS, announce_next_lr=asked)
-        model, optimizer = build(settings)
-        announced = []
-        group = optimizer.param_groups[0]
-        train(model, optimizer, corpus, settings, lambda _, g=group, a=announced: a.append(g.get("next_lr")))
-        assert announced == [lr_at(step + 1, settings) if asked else None for step in range(settings.steps)]
-
-
 @pytest.mark.parametrize("changes", [{}, {"n_experts": 4, "d_ff": 32}], ids=["dense", "moe"])
 def test_learning_happens(corpus, changes):
     settings = dataclasses.replace(SETTINGS, steps=80, eval_every=0)

@@ -359,4 +359,6 @@ def test_a_coarse_moment_of_either_kind_puts_the_first_one_into_update_units(exp
     optimizer = ml.AdamW(
         [torch.nn.Parameter(torch.ones(128, 128))], betas=betas, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq
     )
-    assert optimizer.param_groups[0]["moment_units"] == units
+    group = optimizer.param_groups[0]
+    assert optimizer.rule(group).units == units and group["moment_units"] == "auto"
+    assert optimizer.rule(group, compensated=True).units == "weight"

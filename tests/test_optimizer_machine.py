@@ -134,7 +134,7 @@ class Machine(RuleBasedStateMachine):
                 return
             p, key = keys[which % len(keys)]
             old = optimizer.state[p][key]
-            new = old.clone()
+            new = torch.zeros_like(old) if _bytes(old) == b"freed" else old.clone()
             if how.endswith("cut") and new.dim():
                 new = new[:1]
             elif how == "cast":

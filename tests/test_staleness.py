@@ -10,8 +10,8 @@ import pytest
 import torch
 from staleness_cases import BF16, E4M3, TWO_BITS, log_codes, log_levels, one_step, round_floating, simulate, through
 
-from masterless.insight import staleness
-from masterless.insight.staleness import (
+from masterless.step import staleness
+from masterless.step.staleness import (
     Grid,
     can_fall,
     expected_trajectory,

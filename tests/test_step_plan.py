@@ -103,7 +103,7 @@ def rename(optimizer):
 
 CHANGES = [
     set_options(lr=0.0),
-    set_options(lr=0.3, next_lr=0.1),
+    set_options(lr=0.3),
     set_options(betas=(0.5, 0.9)),
     set_options(weight_decay=0.0),
     set_options(rounding="nearest", weight_rounding="nearest"),

@@ -3,7 +3,7 @@
 from masterless import backends as backends  # registers who performs steps
 from masterless.formats import Format, FormatError
 from masterless.formats import parse as parse_format
-from masterless.insight import memory, staleness
+from masterless.insight import memory
 from masterless.insight.monitor import Monitor
 from masterless.optim import (
     SGD,
@@ -19,6 +19,7 @@ from masterless.optim import (
 )
 from masterless.optim.backward import step_in_backward
 from masterless.optim.presets import PRESETS, prepare
+from masterless.step import staleness
 from masterless.tensor.quantize import dequantize_, quantize_
 from masterless.tensor.quantized import QuantizedTensor
 

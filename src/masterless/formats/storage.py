@@ -72,7 +72,7 @@ def state_key(name: str, part: str) -> str:
     return name if part == "values" else f"{name}.{part}"
 
 
-COUNTERS = (".reset_step", ".stalled")  # of a state's resets: scalars beside its stored tensors
+COUNTERS = (".reset_step", ".stalled", ".in_weight_units")  # of a state: scalars beside its stored tensors
 
 
 def refuse_leftovers(name: str, format: Format, state: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from masterless.insight import forecast as predict
 from masterless.optim.base import LowBitOptimizer
 from masterless.optim.resets import local_step
 from masterless.step import tile
-from masterless.step.rules import Scalars, finish_adafactor
+from masterless.step.rules import Scalars
 from masterless.tensor.quantized import weight_storage
 
 _PLAIN = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -55,7 +55,7 @@ def take_snapshot(
     if not state or weight is None or not p.numel():
         return None
     layout = weight.layout
-    whole = isinstance(optimizer, LowBitOptimizer) and optimizer.rule(group).name == "adafactor"
+    whole = isinstance(optimizer, LowBitOptimizer) and optimizer.rule(group).finish is not None
     stride = 1 if whole else max(1, -(-layout.rows * layout.cols // sample))
     rows = torch.arange(0, layout.rows, stride, device=p.device)
     stored = _states_of(optimizer, group, p)
@@ -137,15 +137,15 @@ def _exact(
             return tile.averaged(before.states[second].decode(), c)(innovation)
         return factored_rows(stored[second])[before.rows]  # updated before the rule reads it
 
-    if rule.name == "adafactor":
+    if rule.finish is not None:
         raw = tile.moved(rule.update(g, None, second_moment, c._replace(clip=1.0)))
-        c = finish_adafactor(c, group, _rms(w), _rms(raw))
+        c = rule.finish(c, group, _rms(w), _rms(raw))
     target, update = tile.advance(rule, c, g, w, m, second_moment)
     moments, injected = {}, None
     if first in before.states and update.first is not None:
         moments[first] = update.first
         if compensated:
-            residue = tile.injection(update, c, target - weight.decode())
+            residue = tile.injection(c, target - weight.decode())
             injected = _ratio(float(residue.norm()), float(update.first.norm()))
             moments[first] = update.first + residue
     if second in before.states and update.second is not None:
@@ -258,12 +258,13 @@ def _predictions(
     names: tuple[str | None, str | None]
     if isinstance(optimizer, LowBitOptimizer):
         assert exact is not None
-        rule, c, rounding = optimizer.rule(group), exact.scalars, group["rounding"]
-        # A momentum that is no average (SGD's, RMSprop's) or holds injected residue is not the model's, nor is a
-        # second moment whose decay changes from step to step (Adafactor's).
-        averages = rule.name.startswith("adam") or rule.name == "adabelief"
-        names = (rule.first if averages and exact.injected is None else None, rule.second)
-        names = (None, None) if rule.name == "adafactor" else names
+        rule = optimizer.rule(group, optimizer.compensates(before.p, group))
+        c, rounding = exact.scalars, group["rounding"]
+        # A momentum that is no average (SGD's, RMSprop's) or is scaled by the learning rate (as one that holds injected
+        # residue is) is not the model's, nor is a second moment whose decay changes from step to step (Adafactor's).
+        averages = rule.name in ("adam", "adam_update_units", "adabelief")
+        names = (rule.first if averages else None, rule.second)
+        names = (None, None) if rule.finish is not None else names
         betas, in_updates = (c.keep1, c.keep2), rule.name == "adam_update_units"
     elif "betas" in group:
         names, betas = ("exp_avg", "exp_avg_sq"), (float(group["betas"][0]), float(group["betas"][1]))

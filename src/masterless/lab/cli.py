@@ -38,12 +38,17 @@ class OneLineErrors(TyperGroup):
             result = super().main(*args, **kwargs, standalone_mode=False)  # type: ignore[misc]
         except (ValueError, OSError) as error:
             message = str(error)
+        except MemoryError:
+            message = "there is not enough memory for this; choose smaller numbers or less text"
         except Exception as error:
-            if not hasattr(error, "format_message"):  # what typer raises for wrong usage
+            if "can't allocate memory" in str(error):  # torch's RuntimeError
+                message = f"not enough memory ({' '.join(str(error).split())[:120]}); choose a smaller model or batch"
+            elif not hasattr(error, "format_message"):  # what typer raises for wrong usage
                 raise
-            if type(error).__name__ == "NoArgsIsHelpError":
+            elif type(error).__name__ == "NoArgsIsHelpError":
                 sys.exit(2)  # the help has been printed
-            message = error.format_message()
+            else:
+                message = error.format_message()
         else:
             if standalone_mode:
                 sys.exit(result if isinstance(result, int) else 0)

@@ -70,8 +70,8 @@ class Adafactor(LowBitOptimizer):
         )
 
     def rule(self, group: dict[str, Any], compensated: bool = False) -> Rule:
-        """Adafactor."""
-        return RULES["adafactor"]
+        """Adafactor, with error compensation in weight units."""
+        return RULES["adafactor_weight_units" if compensated else "adafactor"]
 
     def momentum(self, group: dict[str, Any]) -> float:
         """Beta1."""

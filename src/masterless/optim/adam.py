@@ -33,9 +33,10 @@ class Adam(LowBitOptimizer):
         amsgrad: refused.
         exp_avg: format of the first moment: "int8", "int4", "dynamic4", "fp8", "bf16", "fp32", "none", ...
         exp_avg_sq: format of the second moment: "log8", "log4", "log2", "factored", "fp8", "bf16", "fp32", ...
-        moment_units: "gradient", or "update": the first moment averages ``g / (sqrt(vhat) + eps)`` instead of g
-            (LaProp), so that a block's coordinates are of one size, which a coarse code likes. "auto" is "update"
-            for a quantized first moment if either moment has 4 bits or fewer.
+        moment_units: "gradient"; or "update": the first moment averages ``g / (sqrt(vhat) + eps)`` instead of g
+            (LaProp), so that a block's coordinates are of one size, which a coarse code likes; or "weight": it averages
+            ``lr * g / (sqrt(vhat) + eps)``, without bias correction. "auto" is "weight" for parameters with error
+            compensation, which need it, else "update" for a quantized first moment if either has 4 bits or fewer.
         **options: see `masterless.optim.options.Options`.
 
     >>> model = torch.nn.Linear(64, 64)
@@ -78,8 +79,13 @@ class Adam(LowBitOptimizer):
         )
 
     def rule(self, group: dict[str, Any], compensated: bool = False) -> Rule:
-        """Adam, with its momentum in gradient or update units."""
-        return RULES["adam" if group["moment_units"] == "gradient" else "adam_update_units"]
+        """Adam, with its momentum in gradient, update or weight units."""
+        units = group["moment_units"]
+        if units == "auto":
+            moments = [parse(group["exp_avg"]), as_second_moment(group["exp_avg_sq"])]
+            coarse = moments[0].scaled and any(moment.scaled and moment.bits <= 4 for moment in moments)
+            units = "weight" if compensated else "update" if coarse else "gradient"
+        return RULES["adam" if units == "gradient" else f"adam_{units}_units"]
 
     def momentum(self, group: dict[str, Any]) -> float:
         """Beta1."""
@@ -90,12 +96,8 @@ class Adam(LowBitOptimizer):
         check_betas(group)
         require(group["eps"] >= 0.0, "eps", group["eps"], "must not be negative")
         units = group["moment_units"]
-        require(units in ("auto", "gradient", "update"), "moment_units", units, "'auto', 'gradient' or 'update'")
-        if units == "auto":
-            # A coarse v counts, too: what is injected into m is meant for the v of its step, and a 2-bit v jumps.
-            moments = [parse(group["exp_avg"]), as_second_moment(group["exp_avg_sq"])]
-            coarse = any(moment.scaled and moment.bits <= 4 for moment in moments)
-            group["moment_units"] = "update" if moments[0].scaled and coarse else "gradient"
+        known = ("auto", "gradient", "update", "weight")
+        require(units in known, "moment_units", units, "'auto', 'gradient', 'update' or 'weight'")
 
 
 class AdamW(Adam):
@@ -127,7 +129,8 @@ class AdamW(Adam):
 class AdaBelief(LowBitOptimizer):
     """AdaBelief (Zhuang et al. 2020): Adam that divides by the gradient's deviation from its average.
 
-    ``s <- b2 s + (1-b2)(g - m)^2`` takes the place of v. Weight decay is decoupled.
+    ``s <- b2 s + (1-b2)(g - m)^2`` takes the place of v. Weight decay is decoupled. It would take a rounding error in
+    m for a surprise: quantized parameters need ``error_compensation=False``.
 
     Args:
         params: parameters, named parameters, or param groups.

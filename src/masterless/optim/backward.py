@@ -99,9 +99,9 @@ def step_in_backward(
 
     if isinstance(model, nn.parallel.DistributedDataParallel):
         # A parameter's own hook would see gradients that are not yet reduced, and the replicas would drift apart.
-        from masterless.distributed import ddp
+        from masterless.optim.ddp_hook import step_in_hook  # torch.distributed is large
 
-        return BackwardStepper([ddp.step_in_hook(model, optimizer, clipped, owner_of)])
+        return BackwardStepper([step_in_hook(model, optimizer, clipped, owner_of)])
 
     def hook(p: Tensor) -> None:
         assert p.grad is not None

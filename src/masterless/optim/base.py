@@ -26,12 +26,12 @@ from masterless.formats.layout import is_matrix_like
 from masterless.formats.rounding import check_rounding
 from masterless.formats.scaling import POLICIES
 from masterless.formats.storage import COUNTERS, Storage, predicted_bytes, refuse_leftovers, state_key, tensor_specs
-from masterless.optim import resets, state_dict
+from masterless.optim import resets, state_dict, units
 from masterless.optim.options import COMMON_DEFAULTS, REFUSED, refuse
 from masterless.optim.plan import PLAIN, Member, StepPlan
 from masterless.optim.state_dict import prepare_for_load
 from masterless.step import dispatch
-from masterless.step.rules import Rule, check_next_lr
+from masterless.step.rules import Rule
 from masterless.tensor.quantized import local_bytes, local_of, weight_storage
 
 
@@ -131,7 +131,6 @@ class LowBitOptimizer(Optimizer):
         if isinstance(lr, Tensor):
             require(lr.numel() == 1, "lr", lr, "a tensor learning rate must have one element")
         require(float(lr) >= 0.0, "lr", lr, "the learning rate must not be negative")
-        check_next_lr(group["next_lr"])
         require(group["weight_decay"] >= 0.0, "weight_decay", group["weight_decay"], "must not be negative")
         self.check_hyperparameters(group)
         if self.first_name:
@@ -180,7 +179,9 @@ class LowBitOptimizer(Optimizer):
         if storage is None or storage.format.master:
             return
         self._warn_of_losses(storage.format, group)
-        if group["error_compensation"]:
+        # Asked for by name, units that cannot carry the error would switch compensation off without a word.
+        named = group["error_compensation"] is None and group.get("moment_units") in ("gradient", "update")
+        if group["error_compensation"] or (named and self.has_momentum(group)):
             self._require_compensation(storage.format, group)
 
     def compensates(self, p: Tensor, group: dict[str, Any]) -> bool:
@@ -195,11 +196,10 @@ class LowBitOptimizer(Optimizer):
 
     def _require_compensation(self, format: Format, group: dict[str, Any]) -> None:
         name = type(self).__name__
-        if not self.rule(group).compensable:
+        rule = self.rule(group, True)
+        if not rule.compensable:
             raise ValueError(
-                f"{name} cannot compensate the rounding error of a parameter stored as '{format}': its step "
-                f"is a sign, which no change of the momentum can make larger or smaller by a given error; pass "
-                f"error_compensation=False (with hidden bits, e.g. 'int4+4', little is lost)"
+                f"{name} cannot compensate the rounding error of a parameter stored as '{format}': {rule.obstacle}"
             )
         if not self.has_momentum(group):
             raise ValueError(
@@ -210,7 +210,8 @@ class LowBitOptimizer(Optimizer):
     def _warn_of_losses(self, format: Format, group: dict[str, Any]) -> None:
         if group["weight_rounding"] != "nearest" or format.fine_bits >= 4:
             return
-        carried = group["error_compensation"] is not False and self.rule(group).compensable and self.has_momentum(group)
+        able = self.rule(group, True).compensable and self.has_momentum(group)
+        carried = group["error_compensation"] is not False and able
         if not carried:
             warnings.warn(
                 f"weights stored as '{format}' with weight_rounding='nearest' and no error compensation lose every "
@@ -253,6 +254,7 @@ class LowBitOptimizer(Optimizer):
         state = self.state[p]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.int64)
+            units.mark(self, group, p, state)
         if local_of(p) is not p:
             from masterless.sharding import place  # torch.distributed is large, and one process does without
 
@@ -312,8 +314,6 @@ class LowBitOptimizer(Optimizer):
     @torch.no_grad()
     def step_parameters(self, parameters: Iterable[Member]) -> None:
         """Steps some of the parameters, given as `parameters` yields them; those without a gradient stay."""
-        for group in self.param_groups:
-            check_next_lr(group["next_lr"])  # here, too, before anything is counted: schedules write into the group
         bad = self.plan.step(self, list(parameters))
         fatal = [f"{name} ({count} elements)" for (group, _, name), count in bad if group["nonfinite"] != "skip"]
         if fatal:

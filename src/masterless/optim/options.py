@@ -10,7 +10,6 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "weight_rounding": "stochastic",
     "error_compensation": None,
     "scale_policy": "held",
-    "next_lr": None,
     "quantize_states": "matrices",
     "nonfinite": "raise",
     "reset": None,
@@ -30,7 +29,6 @@ class Options(TypedDict, total=False):
         error_compensation: what rounding a quantized weight loses is injected into the momentum (ECO). None (the
             default): wherever the rule has a momentum that can carry it; True: refuse where it cannot; False: drop it.
         scale_policy: of quantized weights: "held" or "recompute".
-        next_lr: the next step's learning rate, if known: error compensation then aims at it instead of this one's.
         quantize_states: which parameters get low-bit states: "matrices", or "all" (vectors and narrow matrices too).
         nonfinite: on NaN or infinite gradients: "raise", with nothing changed, or "skip" the tile and only count.
         reset: when second moments that stall are restarted: None (never), "auto" (the predicted period, where one is
@@ -48,7 +46,6 @@ class Options(TypedDict, total=False):
     weight_rounding: str
     error_compensation: bool | None
     scale_policy: str
-    next_lr: float | None
     quantize_states: str
     nonfinite: str
     reset: str | int | None

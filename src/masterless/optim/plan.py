@@ -27,7 +27,7 @@ from masterless.formats import parse
 from masterless.formats.rounding import PURPOSES, parameter_id, stream_keys
 from masterless.formats.scaling import FROZEN
 from masterless.formats.storage import Storage, StorageError, memory_fault
-from masterless.optim import resets
+from masterless.optim import resets, units
 from masterless.step import dispatch
 from masterless.step.rules import Scalars, check_scalars
 from masterless.step.task import Task
@@ -251,6 +251,7 @@ def _task(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> tuple[Tas
     group, p, name = member
     local, states, weight, original = local_of(p), optimizer.state_storage(p, group), weight_storage(p), None
     compensated = optimizer.compensates(p, group)
+    units.align(optimizer, group, p, optimizer.state[p], states)
     if weight is None:
         values = local.detach()
         if not values.is_contiguous():

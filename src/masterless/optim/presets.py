@@ -6,6 +6,7 @@ A preset is data: the format of the weights and the options of AdamW that go wit
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from masterless.insight.memory import predict
+from masterless.formats import as_first_moment, as_second_moment, parse
+from masterless.formats.storage import predicted_bytes
 from masterless.optim import AdamW
 from masterless.tensor.quantize import QuantizationReport, quantize_
 from masterless.tensor.quantized import QuantizedTensor, as_weight, local_of
@@ -40,9 +42,13 @@ class Preset:
     @property
     def bytes_per_parameter(self) -> float:
         """Weight and states of a large matrix, metadata included."""
-        return predict(
-            (4096, 4096), self.weights or "fp32", self.options["exp_avg"], self.options["exp_avg_sq"]
-        ).per_parameter
+        shape = (4096, 4096)
+        formats = [
+            as_weight(self.weights) if self.weights else parse("fp32"),
+            as_first_moment(self.options["exp_avg"]),
+            as_second_moment(self.options["exp_avg_sq"]),
+        ]
+        return sum(predicted_bytes(fmt, shape) for fmt in formats) / math.prod(shape)
 
 
 def _preset(name: str, weights: str | None, summary: str, **options: Any) -> Preset:
@@ -116,7 +122,6 @@ PRESETS: dict[str, Preset] = {
             exp_avg="int8",
             exp_avg_sq="log2",
             betas=(0.82, 0.95),
-            moment_units="update",
         ),
     )
 }

@@ -12,9 +12,8 @@ Contract:
       rare as n steps after a zero start. Codes do not change, only their scales (a log code is encoded anew).
     * A schedule is plain data in the param group and reads nothing but counters of the state dict: a resumed run resets
       where the uninterrupted one would have.
-    * Under error compensation the momentum holds what rounding took from the weights, in units of
-      the denominator sqrt(v). A hard reset of v changes those units from element to element, one of m throws the
-      residue away. Hence m is reset only if it is named.
+    * Under error compensation the momentum holds what rounding took from the weights. A reset of m throws it away;
+      hence m is reset only if it is named. A reset of v does not touch it: the momentum is then in units of the weight.
     * Scheduled resets are soft unless the schedule says otherwise: measured, soft ones halve what stalling costs, and
       hard ones cost more than they gain (`docs/staleness.md`).
 """
@@ -32,7 +31,7 @@ from torch import Tensor
 from masterless.formats import Format, parse
 from masterless.formats.packing import unpack
 from masterless.formats.storage import Storage, factored_rows
-from masterless.insight import staleness
+from masterless.step import staleness
 from masterless.step.rules import Scalars
 
 if TYPE_CHECKING:
@@ -223,7 +222,7 @@ def local_step(state: dict[str, Any], name: str | None) -> int:
 def _reset(
     optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: str, state_name: str, mode: str
 ) -> StateReset:
-    corrected = _corrected(optimizer, group, state_name)
+    corrected = _corrected(optimizer, group, state_name, optimizer.compensates(p, group))
     if not corrected and state_name == optimizer.second_name:
         raise ValueError(f"states={state_name!r}: {_uncorrected(optimizer, group)}")
     if not corrected and mode == "soft":
@@ -276,16 +275,17 @@ def _rescale(storage: Storage, factor: float) -> None:
 # --- what a rule's scalars say of its bias correction -------------------------------------------------------
 
 
-def _scalars(optimizer: LowBitOptimizer, group: dict[str, Any], t1: int, t2: int) -> Scalars:
-    return optimizer.rule(group).scalars({**group, "lr": 1.0, "next_lr": None}, t1, t2)
+def _scalars(optimizer: LowBitOptimizer, group: dict[str, Any], t1: int, t2: int, compensated: bool = False) -> Scalars:
+    return optimizer.rule(group, compensated).scalars({**group, "lr": 1.0}, t1, t2)
 
 
-def _corrected(optimizer: LowBitOptimizer, group: dict[str, Any], state_name: str) -> bool:
+def _corrected(optimizer: LowBitOptimizer, group: dict[str, Any], state_name: str, compensated: bool = False) -> bool:
     """Whether the rule's step counts this moment's updates since zero."""
-    start, later = (_scalars(optimizer, group, t, t) for t in (1, 2))
     if state_name == optimizer.second_name:
+        start, later = (_scalars(optimizer, group, t, t) for t in (1, 2))
         return (start.bias2, start.rate2) != (later.bias2, later.rate2)
-    return _scalars(optimizer, group, 1, 9).step_size != _scalars(optimizer, group, 2, 9).step_size
+    start, later = (_scalars(optimizer, group, t, 9, compensated) for t in (1, 2))
+    return start.step_size != later.step_size
 
 
 def _weight(optimizer: LowBitOptimizer, group: dict[str, Any], state_name: str, n: int, k: int) -> float:

@@ -63,8 +63,9 @@ class SGD(LowBitOptimizer):
         )
 
     def rule(self, group: dict[str, Any], compensated: bool = False) -> Rule:
-        """SGD or its Nesterov form."""
-        return RULES["sgd_nesterov" if group["nesterov"] else "sgd"]
+        """SGD or its Nesterov form, with error compensation in weight units."""
+        name = "sgd_nesterov" if group["nesterov"] else "sgd"
+        return RULES[f"{name}_weight_units" if compensated else name]
 
     def momentum(self, group: dict[str, Any]) -> float:
         """The momentum."""
@@ -131,8 +132,8 @@ class RMSprop(LowBitOptimizer):
         )
 
     def rule(self, group: dict[str, Any], compensated: bool = False) -> Rule:
-        """RMSprop."""
-        return RULES["rmsprop"]
+        """RMSprop, with error compensation in weight units."""
+        return RULES["rmsprop_weight_units" if compensated else "rmsprop"]
 
     def momentum(self, group: dict[str, Any]) -> float:
         """The momentum."""

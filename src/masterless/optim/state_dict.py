@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from masterless.formats import Format, parse
-from masterless.formats.codec import exact_sqrt
 from masterless.formats.storage import COUNTERS, Storage, StorageError, missing_memory, state_key, tensor_specs
-from masterless.optim import resets
+from masterless.optim import resets, units
 from masterless.tensor.quantized import local_of
 
 if TYPE_CHECKING:
     from masterless.optim.base import LowBitOptimizer
 
-VERSION = 2  # 2: counters are integers, log metadata is bf16 and bytes
+VERSION = 2  # 2: counters are integers, log metadata is bf16 and bytes, compensated momentum is in units of the weight
 # Of torch's param groups: what changes the mathematics is refused, how torch loops over tensors is not ours to know.
 REFUSED = ("amsgrad", "centered")
 IGNORED = (*REFUSED, "foreach", "fused", "capturable", "differentiable")
@@ -49,7 +48,7 @@ def prepare_for_load(optimizer: LowBitOptimizer, state_dict: dict[str, Any]) -> 
     merged = []
     owner: dict[Any, dict[str, Any]] = {}
     for saved, own in zip(groups, optimizer.param_groups, strict=True):
-        version = saved.get("masterless_version", VERSION)
+        version = saved.get("masterless_version", 1)  # torch's have the units of our first version
         if version > VERSION:
             raise ValueError(
                 f"the state dict has version {version}, this masterless reads up to {VERSION}; upgrade masterless"
@@ -61,7 +60,9 @@ def prepare_for_load(optimizer: LowBitOptimizer, state_dict: dict[str, Any]) -> 
                     f"train on with torch.optim, or start from the weights alone"
                 )
         # Everything else is kept, what LR schedulers write into a group ("initial_lr") included.
-        dropped = {*formats, *IGNORED, "masterless_version"}
+        dropped = {*formats, *IGNORED, "masterless_version", "next_lr"}
+        if version < 2:  # there "auto" was saved as what it stood for
+            dropped.add("moment_units")
         keep = {k: v for k, v in saved.items() if k not in dropped}
         own_options = {k: v for k, v in own.items() if k not in ("params", "param_names")}
         entry = {**own_options, **keep, "params": saved["params"]}
@@ -111,6 +112,7 @@ def _adopt(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: s
     step = saved.get("step", float(any(isinstance(v, Tensor) for v in saved.values())))
     state: dict[str, Any] = {"step": _integer(step)}
     state.update({k: _integer(v) if k.endswith(".reset_step") else v for k, v in saved.items() if k.endswith(COUNTERS)})
+    units.mark(optimizer, group, p, state)
     for moment, fmt in wanted.items():
         found = _saved_storage(moment, saved, sealed.saved_group, p, fmt)
         if found is None:
@@ -120,10 +122,11 @@ def _adopt(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor, name: s
                     f"by another kind of optimizer"
                 )
             continue
-        if found.format != fmt or _units(sealed.saved_group) != _units(group):
-            found = Storage.zeros(fmt, p.shape, p.device).encode_(
-                _decoded(optimizer, moment, found, saved, sealed, group, p)
-            )
+        values = None if found.format == fmt else found.decode()
+        if moment == optimizer.first_name:
+            values = _in_own_units(optimizer, group, p, found, saved, sealed.saved_group, values)
+        if values is not None:
+            found = Storage.zeros(fmt, p.shape, p.device).encode_(values)
         state.update({state_key(moment, part): t.to(p.device) for part, t in found.tensors.items()})
     return state
 
@@ -183,10 +186,6 @@ def _refuse_foreign(optimizer: LowBitOptimizer, name: str, saved: dict[str, Any]
         )
 
 
-def _units(group: dict[str, Any]) -> str:
-    return group.get("moment_units", "gradient")
-
-
 def _saved_storage(
     moment: str, saved: dict[str, Any], saved_group: dict[str, Any], p: Tensor, wanted: Format
 ) -> Storage | None:
@@ -210,30 +209,29 @@ def _saved_storage(
         raise ValueError(f"{moment}: {error}; the checkpoint belongs to another model or is damaged") from None
 
 
-def _denominator(optimizer: LowBitOptimizer, second: Tensor, group: dict[str, Any], step: int) -> Tensor:
-    scalars = optimizer.rule(group).scalars(group, max(step, 1), max(step, 1))
-    return exact_sqrt(second) * scalars.bias2 + scalars.eps
-
-
-def _decoded(
+def _in_own_units(
     optimizer: LowBitOptimizer,
-    moment: str,
-    found: Storage,
-    saved: dict[str, Any],
-    sealed: _Sealed,
     group: dict[str, Any],
     p: Tensor,
-) -> Tensor:
-    """The moment's values, converted between gradient units and update units if the two sides differ."""
-    values = found.decode()
-    if moment != optimizer.first_name or _units(sealed.saved_group) == _units(group):
+    found: Storage,
+    saved: dict[str, Any],
+    saved_group: dict[str, Any],
+    values: Tensor | None,
+) -> Tensor | None:
+    """A saved first moment's `values` (None: as it is stored) in the units of this optimizer."""
+    version = saved_group.get("masterless_version", 1)
+    options = {**group, "moment_units": "gradient", **saved_group}  # torch's have no such option
+    source = units.saved(optimizer, options, p, saved, version)
+    target = units.wanted(optimizer, group, p)
+    if source == target:
         return values
-    assert optimizer.second_name is not None
-    wanted = optimizer.state_formats(p, group)[optimizer.second_name]
-    second = _saved_storage(optimizer.second_name, saved, sealed.saved_group, p, wanted)
-    assert second is not None
-    d = _denominator(optimizer, second.decode(), group, resets.local_step(saved, optimizer.second_name))
-    return values / d if _units(group) == "update" else values * d
+    second = None
+    if optimizer.second_name is not None:
+        wanted = optimizer.state_formats(p, group)[optimizer.second_name]
+        second = _saved_storage(optimizer.second_name, saved, saved_group, p, wanted)
+    ages = [resets.local_step(saved, name) for name in (optimizer.first_name, optimizer.second_name)]
+    size, d = units.step_parts(optimizer, group, p, second, ages[0], ages[1])
+    return units.convert(found.decode() if values is None else values, source, target, size, d)
 
 
 def export_to_torch(optimizer: LowBitOptimizer) -> dict[str, Any]:
@@ -263,17 +261,18 @@ def export_to_torch(optimizer: LowBitOptimizer) -> dict[str, Any]:
 
 def _exported(optimizer: LowBitOptimizer, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
     storages = optimizer.state_storage(p, group)
-    step = optimizer.state[p]["step"]
+    step, plain = optimizer.state[p]["step"], {**group, "moment_units": "gradient"}  # torch's
     out: dict[str, Any] = {"step": step.to(torch.float32)}
     if "betas" in group:  # torch's Adam keeps a first moment also where beta1 = 0 makes it the gradient
         out["exp_avg"] = torch.zeros(p.shape)
     for moment, storage in storages.items():
         values = torch.zeros(p.shape) if storage.format.kind == "none" else storage.decode().clone()
-        if moment == optimizer.first_name and _units(group) == "update" and storage.format.kind != "none":
-            assert optimizer.second_name is not None
-            age = resets.local_step(optimizer.state[p], optimizer.second_name)
-            values = values * _denominator(optimizer, storages[optimizer.second_name].decode(), group, age)
+        if moment == optimizer.first_name and storage.format.kind != "none":
+            second = storages.get(optimizer.second_name or "")
+            ages = [resets.local_step(optimizer.state[p], name) for name in (moment, optimizer.second_name)]
+            size, d = units.step_parts(optimizer, group, p, second, ages[0], ages[1])
+            values = units.convert(values, units.wanted(optimizer, group, p), optimizer.rule(plain).units, size, d)
         # torch counts all steps, a reset moment only those since: the same estimate under torch's count.
         age = resets.local_step(optimizer.state[p], moment)
-        out[moment] = values * resets.recounted(optimizer, group, moment, age, int(step))
+        out[moment] = values * resets.recounted(optimizer, plain, moment, age, int(step))
     return out

@@ -6,8 +6,10 @@ Contract, row by row::
     m~, v~, u, d    the rule, from g + l2 * W
     W~              = decay * W - step_size * (u / d)
     W^              = the stored weight: W~ rounded under its scale policy
-    m'              = m~ + (inject * d) * (W~ - W^)         if the error is injected
+    m'              = m~ + inject * (W~ - W^)               if the error is injected
     m', v~          encoded with new block scales
+
+    * A step that moves nothing (lr = 0) does not store the weight anew, nor a momentum in its units.
 
     * A gradient that is not finite (or whose square is not) never touches anything stored: its tile, the
       smallest run of whole chunks and whole blocks of the row, keeps every byte it had. A weight with one
@@ -81,10 +83,12 @@ def step_rows(task: Task, known: Known, grad: Tensor, bad: Tensor, start: int, s
     new_weight = codec.encode(target, weight.format, u, scale=scale)
     first = update.first
     if task.inject and first is not None:
-        first = first + tile.injection(update, c, target - codec.decode(new_weight, cols, weight.format))
+        first = first + tile.injection(c, target - codec.decode(new_weight, cols, weight.format))
     if known.weight_scale is not None:
         del new_weight["scale"]
-    writes = [(weight, new_weight)]
+    writes = [] if task.scale_policy == scaling.FROZEN else [(weight, new_weight)]
+    if tile.keeps_first(task.rule, c):
+        first = None
     for storage, value, purpose in ((task.first, first, "exp_avg"), (task.second, update.second, "exp_avg_sq")):
         if storage is not None and value is not None and storage.format.kind not in ("none", "factored"):
             log_dither = task.rounding[purpose] == "stochastic-log"

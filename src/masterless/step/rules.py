@@ -12,8 +12,11 @@ Contract:
     * A first moment of None means that it is not stored: the gradient stands in its place.
     * The second moment arrives as a function of this step's innovation (``g * g`` for most rules), because
       a factored one is not updated tile by tile.
-    * `inject` is the factor of error compensation: adding ``inject * denominator * e`` to the stored first
-      moment makes the coming steps give back exactly what rounding took (`docs/error-compensation.md`).
+    * `inject` is the factor of error compensation: adding ``inject * e`` to a first moment in units of the weight
+      makes the coming steps give back exactly what rounding took, whatever the learning rate does
+      (`docs/error-compensation.md`).
+    * The rules in weight units take the step size into the momentum: ``u <- b u + size * (...); W~ = decay W - u``.
+      Where nothing moves (lr = 0) u is neither decayed nor stored anew: what rounding took is still owed.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class Scalars(NamedTuple):
     bias2: float = 1.0  # 1 / sqrt(1 - beta2^t)
     eps: float = 0.0
     clip: float = 1.0  # Adafactor: what update clipping leaves of the update
-    inject: float = 0.0  # error compensation: m <- m + inject * denominator * e
+    inject: float = 0.0  # error compensation: u <- u + inject * e
 
 
 class Update(NamedTuple):
@@ -75,6 +78,19 @@ def adam_update_units(g: Tensor, u: Tensor | None, second_moment: SecondMoment, 
     return Update(u, v, u, None)
 
 
+def adam_weight_units(g: Tensor, u: Tensor | None, second_moment: SecondMoment, c: Scalars) -> Update:
+    """Adam with its momentum in units of the weight: ``u <- b1 u + (1-b1) lr g/d; step u``.
+
+    No bias correction of u: what was put into it must come out again in full, ``b1/(1-b1)`` times.
+    """
+    v = second_moment(g * g)
+    d = exact_sqrt(v) * c.bias2 + c.eps
+    if u is None:
+        return Update(None, v, g, d)
+    u = u * c.keep1 + (g / d) * c.rate1
+    return Update(u, v, u, None)
+
+
 def adabelief(g: Tensor, m: Tensor | None, second_moment: SecondMoment, c: Scalars) -> Update:
     """AdaBelief: as Adam, with ``s <- b2 s + (1-b2)(g - m)^2``; eps also under the root, not in the state."""
     m = _ema(m, g, c)
@@ -84,12 +100,15 @@ def adabelief(g: Tensor, m: Tensor | None, second_moment: SecondMoment, c: Scala
 
 
 def rmsprop(g: Tensor, buf: Tensor | None, second_moment: SecondMoment, c: Scalars) -> Update:
-    """RMSprop: ``v <- a v + (1-a) g^2; buf <- mu buf + g / (sqrt(v) + eps); step buf``."""
+    """RMSprop: ``v <- a v + (1-a) g^2; buf <- mu buf + g / (sqrt(v) + eps); step buf``.
+
+    In weight units the learning rate enters the buffer, here and in the two rules below.
+    """
     v = second_moment(g * g)
     d = exact_sqrt(v) + c.eps
     if buf is None:
         return Update(None, v, g, d)
-    buf = buf * c.keep1 + g / d
+    buf = buf * c.keep1 + (g / d) * c.rate1
     return Update(buf, v, buf, None)
 
 
@@ -106,7 +125,7 @@ def sgd_nesterov(g: Tensor, buf: Tensor | None, second_moment: SecondMoment, c: 
     if buf is None:
         return Update(None, None, g, None)
     buf = buf * c.keep1 + g * c.rate1
-    return Update(buf, None, g + buf * c.keep1, None)
+    return Update(buf, None, g * c.rate1 + buf * c.keep1, None)
 
 
 def lion(g: Tensor, m: Tensor | None, second_moment: SecondMoment, c: Scalars) -> Update:
@@ -130,12 +149,17 @@ def adafactor(g: Tensor, m: Tensor | None, second_moment: SecondMoment, c: Scala
     return Update(m, v, m, None)
 
 
+def adafactor_weight_units(g: Tensor, u: Tensor | None, second_moment: SecondMoment, c: Scalars) -> Update:
+    """Adafactor with its momentum in units of the weight: ``u <- b1 u + (1-b1) alpha clip g/d; step u``."""
+    v = second_moment(g * g)
+    d = exact_sqrt(v).clamp(min=c.eps)
+    if u is None:
+        return Update(None, v, g, d)
+    u = u * c.keep1 + (g / d) * c.rate1
+    return Update(u, v, u, None)
+
+
 # --- scalars: hyperparameters and local step counters to the numbers of one step --------------------------
-
-
-def _inverse_step(factor: float, step_size: float) -> float:
-    """``factor / step_size``; where nothing moves (lr = 0) nothing was lost, so nothing is injected."""
-    return factor / step_size if step_size != 0.0 else 0.0
 
 
 def _lost_share(persistence: float) -> float:
@@ -143,18 +167,16 @@ def _lost_share(persistence: float) -> float:
     return 1.0 - 1.0 / persistence if persistence > 0.0 else 0.0
 
 
-def check_next_lr(value: Any) -> None:
-    """Raises a ValueError for a `next_lr` that no step can have."""
-    if value is not None and not 0.0 <= float(value) < math.inf:
-        raise ValueError(
-            f"next_lr={value!r}: error compensation divides by the next step's learning rate, which must be finite and "
-            f"not negative; pass it, or None to aim at the present one"
-        )
+def _in_weight_units(c: Scalars, share: float) -> Scalars:
+    """The same step with its size inside the momentum, and `share` as the factor of error compensation.
 
-
-def _aimed_lr(group: Mapping[str, Any]) -> float:
-    """The learning rate that error compensation aims at: the next step's where it is known, else the present one."""
-    return float(group["lr"] if group["next_lr"] is None else group["next_lr"])
+    Where nothing moves nothing was lost, and what was lost before waits: u stays as it is.
+    """
+    if c.keep1 == 0.0:  # there is no momentum
+        return c
+    if c.step_size == 0.0:
+        return c._replace(keep1=1.0, rate1=0.0, inject=0.0)
+    return c._replace(step_size=1.0, rate1=c.rate1 * c.step_size, inject=share)
 
 
 def adam_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
@@ -172,8 +194,13 @@ def adam_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
         rate2=1.0 - beta2,
         bias2=1.0 / math.sqrt(1.0 - beta2**t2),
         eps=group["eps"],
-        inject=_inverse_step(_lost_share(beta1), _aimed_lr(group) / bias1),
     )
+
+
+def adam_weight_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
+    """Scalars of Adam in weight units."""
+    c = adam_scalars(group, t1, t2)._replace(step_size=float(group["lr"]))
+    return _in_weight_units(c, _lost_share(c.keep1))
 
 
 def rmsprop_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
@@ -186,22 +213,31 @@ def rmsprop_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
         keep2=alpha,
         rate2=1.0 - alpha,
         eps=group["eps"],
-        inject=_inverse_step(_lost_share(mu), _aimed_lr(group)),
     )
+
+
+def rmsprop_weight_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
+    """Scalars of RMSprop in weight units."""
+    c = rmsprop_scalars(group, t1, t2)
+    return _in_weight_units(c, _lost_share(c.keep1))
 
 
 def sgd_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
     """Scalars of SGD; like torch's, the first step ignores dampening."""
     lr, mu = float(group["lr"]), group["momentum"]
-    # Nesterov reads the buffer through one more factor of mu, so the residue is stored larger by 1/mu.
-    share = _lost_share(mu) / mu if group["nesterov"] else _lost_share(mu)
     return Scalars(
         step_size=lr,
         l2=group["weight_decay"],
         keep1=mu,
         rate1=1.0 if t1 == 1 else 1.0 - group["dampening"],
-        inject=_inverse_step(share, _aimed_lr(group)),
     )
+
+
+def sgd_weight_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
+    """Scalars of SGD in weight units. Nesterov reads the buffer through one more mu, so it is given 1/mu as much."""
+    c = sgd_scalars(group, t1, t2)
+    share = _lost_share(c.keep1)
+    return _in_weight_units(c, share / c.keep1 if group["nesterov"] and c.keep1 else share)
 
 
 def lion_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
@@ -220,18 +256,21 @@ def adafactor_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
     """Scalars of Adafactor before the parameter's own statistics are known (`finish_adafactor`)."""
     lr = float(group["lr"])
     rate2 = float(t2) ** group["beta2_decay"]
-    step_size = min(lr, 1.0 / math.sqrt(t2))
-    next_size = min(_aimed_lr(group), 1.0 / math.sqrt(t2))
     return Scalars(
-        step_size=step_size,
+        step_size=min(lr, 1.0 / math.sqrt(t2)),
         decay=1.0 - lr * group["weight_decay"],
         keep1=group["beta1"],
         rate1=1.0 - group["beta1"],
         keep2=1.0 - rate2,
         rate2=rate2,
         eps=group["eps"][0],
-        inject=_inverse_step(_lost_share(group["beta1"]) * step_size, next_size),  # over the step size: see below
     )
+
+
+def adafactor_weight_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
+    """Scalars of Adafactor in weight units, likewise unfinished."""
+    c = adafactor_scalars(group, t1, t2)
+    return c._replace(inject=_lost_share(c.keep1))
 
 
 def finish_adafactor(c: Scalars, group: Mapping[str, Any], rms_weight: float, rms_update: float) -> Scalars:
@@ -239,11 +278,15 @@ def finish_adafactor(c: Scalars, group: Mapping[str, Any], rms_weight: float, rm
     alpha = max(group["eps"][1], rms_weight) * c.step_size
     clip = 1.0 / max(1.0, rms_update / group["d"])
     without_buffer = group["beta1"] == 0.0
-    return c._replace(
-        step_size=alpha * clip if without_buffer else alpha,
-        clip=clip,
-        inject=_inverse_step(c.inject, alpha),
-    )
+    return c._replace(step_size=alpha * clip if without_buffer else alpha, clip=clip)
+
+
+def finish_adafactor_weight_units(
+    c: Scalars, group: Mapping[str, Any], rms_weight: float, rms_update: float
+) -> Scalars:
+    """The same in weight units."""
+    c = finish_adafactor(c, group, rms_weight, rms_update)
+    return _in_weight_units(c._replace(rate1=c.rate1 * c.clip), c.inject)
 
 
 def check_scalars(scalars: Scalars, group: Mapping[str, Any]) -> None:
@@ -258,27 +301,82 @@ def check_scalars(scalars: Scalars, group: Mapping[str, Any]) -> None:
 
 
 class Rule(NamedTuple):
-    """A rule as data: its mathematics, the names of its states, and whether its step has a size to invert."""
+    """A rule as data.
+
+    Attributes:
+        name: of the rule.
+        update: its mathematics.
+        scalars: hyperparameters, and the number of updates of either moment, to the numbers of a step.
+        first: name of its first moment.
+        second: name of its second moment.
+        units: of the first moment: "gradient", "update" (the step over the learning rate) or "weight" (the step).
+        finish: completes the scalars where they need statistics of the whole parameter (`finish_adafactor`).
+        obstacle: why it cannot carry the rounding error of a weight, and what to do; empty if it can.
+    """
 
     name: str
     update: Callable[[Tensor, Tensor | None, SecondMoment, Scalars], Update]
     scalars: Callable[[Mapping[str, Any], int, int], Scalars]
     first: str | None
     second: str | None
-    compensable: bool = True
+    units: str = "gradient"
+    finish: Callable[[Scalars, Mapping[str, Any], float, float], Scalars] | None = None
+    obstacle: str = ""
 
+    @property
+    def compensable(self) -> bool:
+        """Whether what rounding takes from a weight can be put into the first moment."""
+        return not self.obstacle
+
+
+_RESCALED = (
+    "with its momentum in units of the {} every change of the learning rate would rescale the error that it holds; "
+    "leave moment_units at 'auto' (compensated parameters then use 'weight'), or pass error_compensation=False"
+)
+_SIGN = (
+    "its step is a sign, which no change of the momentum can make larger or smaller by a given error; pass "
+    "error_compensation=False (with hidden bits, e.g. 'int4+4', little is lost)"
+)
+_SURPRISE = (
+    "it divides by the gradient's deviation from the momentum, which would count the error in it as a surprise; pass "
+    "error_compensation=False (with hidden bits, e.g. 'int4+4', little is lost), or use AdamW"
+)
+_OF_GRADIENT, _OF_UPDATE = _RESCALED.format("gradient"), _RESCALED.format("update")
 
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("adam", adam, adam_scalars, "exp_avg", "exp_avg_sq"),
-        Rule("adam_update_units", adam_update_units, adam_scalars, "exp_avg", "exp_avg_sq"),
-        Rule("adabelief", adabelief, adam_scalars, "exp_avg", "exp_avg_var"),
-        Rule("rmsprop", rmsprop, rmsprop_scalars, "momentum_buffer", "square_avg"),
-        Rule("sgd", sgd, sgd_scalars, "momentum_buffer", None),
-        Rule("sgd_nesterov", sgd_nesterov, sgd_scalars, "momentum_buffer", None),
-        # A sign has no size: no addition to the buffer makes the coming signs return a given error.
-        Rule("lion", lion, lion_scalars, "exp_avg", None, compensable=False),
-        Rule("adafactor", adafactor, adafactor_scalars, "exp_avg", "exp_avg_sq"),
+        Rule("adam", adam, adam_scalars, "exp_avg", "exp_avg_sq", obstacle=_OF_GRADIENT),
+        Rule(
+            "adam_update_units", adam_update_units, adam_scalars, "exp_avg", "exp_avg_sq", "update", obstacle=_OF_UPDATE
+        ),
+        Rule("adam_weight_units", adam_weight_units, adam_weight_scalars, "exp_avg", "exp_avg_sq", "weight"),
+        Rule("adabelief", adabelief, adam_scalars, "exp_avg", "exp_avg_var", obstacle=_SURPRISE),
+        Rule("rmsprop", rmsprop, rmsprop_scalars, "momentum_buffer", "square_avg", "update", obstacle=_OF_UPDATE),
+        Rule("rmsprop_weight_units", rmsprop, rmsprop_weight_scalars, "momentum_buffer", "square_avg", "weight"),
+        Rule("sgd", sgd, sgd_scalars, "momentum_buffer", None, obstacle=_OF_GRADIENT),
+        Rule("sgd_weight_units", sgd, sgd_weight_scalars, "momentum_buffer", None, "weight"),
+        Rule("sgd_nesterov", sgd_nesterov, sgd_scalars, "momentum_buffer", None, obstacle=_OF_GRADIENT),
+        Rule("sgd_nesterov_weight_units", sgd_nesterov, sgd_weight_scalars, "momentum_buffer", None, "weight"),
+        Rule("lion", lion, lion_scalars, "exp_avg", None, obstacle=_SIGN),
+        Rule(
+            "adafactor",
+            adafactor,
+            adafactor_scalars,
+            "exp_avg",
+            "exp_avg_sq",
+            "update",
+            finish_adafactor,
+            obstacle=_OF_UPDATE,
+        ),
+        Rule(
+            "adafactor_weight_units",
+            adafactor_weight_units,
+            adafactor_weight_scalars,
+            "exp_avg",
+            "exp_avg_sq",
+            "weight",
+            finish_adafactor_weight_units,
+        ),
     )
 }

@@ -20,7 +20,7 @@ from masterless.formats import scaling
 from masterless.formats.factored import sum_unit
 from masterless.formats.storage import factored_rows
 from masterless.step import tile
-from masterless.step.rules import Scalars, SecondMoment, finish_adafactor
+from masterless.step.rules import Scalars, SecondMoment
 from masterless.step.task import ALONE, Alone, Task
 
 SLAB = 1 << 19  # elements that temporaries may have
@@ -52,7 +52,7 @@ def collect(task: Task, grad: Tensor) -> Known:
     known = Known(task.scalars)
     if task.factored:
         known.row_means = _update_factored(task, grad)
-    if task.rule.name == "adafactor":
+    if task.rule.finish is not None:
         known.scalars = _adafactor_scalars(task, grad, known)
     if task.one_scale:
         known.weight_scale = _one_scale(task, grad, known)
@@ -159,7 +159,8 @@ def _adafactor_scalars(task: Task, grad: Tensor, known: Known) -> Scalars:
             assert second is not None
             yield tile.moved(task.rule.update(g, None, second, raw))
 
-    return finish_adafactor(raw, task.group, _rms(weights, task, grad.device), _rms(updates, task, grad.device))
+    assert task.rule.finish is not None
+    return task.rule.finish(raw, task.group, _rms(weights, task, grad.device), _rms(updates, task, grad.device))
 
 
 # --- one scale for a whole weight ---------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class Task:
     @property
     def indivisible(self) -> bool:
         """Whether one bad gradient must keep the whole parameter from moving."""
-        return self.factored or self.one_scale or self.rule.name == "adafactor"
+        return self.factored or self.one_scale or self.rule.finish is not None
 
     @property
     def sharded(self) -> bool:

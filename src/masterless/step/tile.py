@@ -52,7 +52,11 @@ def moved(update: Update) -> Tensor:
     return update.direction if update.denominator is None else update.direction / update.denominator
 
 
-def injection(update: Update, c: Scalars, error: Tensor) -> Tensor:
-    """What the first moment gains for the coming steps to give back an error of rounding the weight."""
-    unit = c.inject if update.denominator is None else update.denominator * c.inject
-    return error * unit
+def injection(c: Scalars, error: Tensor) -> Tensor:
+    """What a momentum in weight units gains for the coming steps to give back an error of rounding the weight."""
+    return error * c.inject
+
+
+def keeps_first(rule: Rule, c: Scalars) -> bool:
+    """Whether the first moment stays as it is stored: in units of the weight, while nothing moves."""
+    return rule.units == "weight" and c.step_size == 0.0

@@ -212,7 +212,7 @@ class CpuBackend:
         return out
 
 
-_ADAFACTOR = ("adafactor_step_size", "adafactor_inject", "adafactor_min_rms", "adafactor_clip_threshold")
+_ADAFACTOR = ("adafactor_step_size", "adafactor_rate1", "adafactor_min_rms", "adafactor_clip_threshold")
 _NUMBERS = (*Scalars._fields, "has_l2", "scale_policy", "adafactor_without_buffer", *_ADAFACTOR)
 
 
@@ -225,7 +225,7 @@ def _fill_numbers(record: Any, scalars: Scalars, group: Mapping[str, Any], polic
     if "beta2_decay" in group:  # Adafactor's, whose step size is known only with the weight's RMS
         record["adafactor_without_buffer"] = group["beta1"] == 0.0
         for name, value in zip(
-            _ADAFACTOR, (scalars.step_size, scalars.inject, group["eps"][1], group["d"]), strict=True
+            _ADAFACTOR, (scalars.step_size, scalars.rate1, group["eps"][1], group["d"]), strict=True
         ):
             record[name] = value
 
@@ -245,10 +245,10 @@ def _given_by_ranks(record: NDArray[Any], task: Task) -> Tensor | None:
     if task.ranks.any(bool(record["bad"][0])):
         record["rows"] = 0  # a bad gradient anywhere: nothing of this parameter moves
         return None
-    if not task.ranks.splits_matrix and task.rule.name != "adafactor":
+    if not task.ranks.splits_matrix and task.rule.finish is None:
         return None  # whole matrices: the kernel finds their statistics itself
     grad = task.grad.detach().reshape(task.weight.layout.rows, task.weight.layout.cols)
-    if task.rule.name == "adafactor" or task.scalars.l2:
+    if task.rule.finish is not None or task.scalars.l2:
         known = statistics.collect(task, grad)
         _fill_scalars(record, known.scalars)
         means = known.row_means

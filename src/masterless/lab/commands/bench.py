@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import typer
 
 from masterless.lab.commands.common import fail
+from masterless.lab.train.config import MOST_THREADS
 
 SECTIONS = ("step", "forward", "growth")
 
@@ -74,8 +76,8 @@ def bench(
 
 
 def _thread_count(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError(f"--threads {text!r}: no number of threads; write e.g. 1,2")
+    if not re.fullmatch(r"\s*\d{1,6}\s*", text) or not 1 <= int(text) <= MOST_THREADS:
+        raise ValueError(f"--threads {text[:60]!r}: no number of threads up to {MOST_THREADS}; write e.g. 1,2")
     return int(text)
 
 

@@ -72,7 +72,7 @@ def compare(
         results.open("a").close()
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written ({error.strerror}); choose another --out") from None
-    from masterless.lab.train.experiment import load_rows
+    from masterless.lab.train.experiment import load_results
     from masterless.lab.train.report import write_comparison_report
 
     try:
@@ -84,7 +84,10 @@ def compare(
         ) from None
     except RuntimeError as error:
         raise fail(str(error)) from None
-    found = {row["id"]: row for row in load_rows(results)}
+    found = {row["id"]: row for row in load_results(results)}
+    for e in experiments:
+        if e.identity not in found:
+            raise ConfigError(f"{results}: the row of {_name(e)} is damaged; remove that line, or choose another --out")
     # A row may have been made under another name for the same configuration.
     rows = [{**found[e.identity], "label": e.label} for e in experiments]
     table = summarize(rows)
@@ -108,7 +111,7 @@ def plan_experiments(config: RunConfig, names: Sequence[str], seeds: int) -> tup
     import dataclasses
     import warnings
 
-    from masterless.lab.train.build import build_corpus, build_settings
+    from masterless.lab.train.build import build_corpus, build_settings, model_options
     from masterless.lab.train.experiment import Experiment
 
     if not names:
@@ -116,16 +119,7 @@ def plan_experiments(config: RunConfig, names: Sequence[str], seeds: int) -> tup
     settings = dataclasses.asdict(build_settings(config))
     for unused in ("seed", "betas"):
         del settings[unused]
-    model = {
-        "n_layer": config.layers,
-        "n_head": config.heads,
-        "d_model": config.width,
-        "seq_len": config.seq_len,
-        "d_ff": config.hidden,
-        "n_experts": config.experts,
-        "experts_per_token": config.experts_per_token,
-        "tie_embeddings": config.tie_embeddings,
-    }
+    model = model_options(config)
     data: dict[str, Any] = {}
     corpus = build_corpus(config)
     if config.data:
@@ -235,7 +229,7 @@ def _run(experiments: Sequence[Experiment], results: Path, workers: int, threads
 
     from masterless.lab.train.experiment import load_rows, run_all
 
-    known = {row["id"] for row in load_rows(results)}
+    known = {row.get("id") for row in load_rows(results)}
     todo = [e for e in experiments if e.identity not in known]
     console = Console(stderr=as_json, highlight=False)
     if len(todo) < len(experiments) and not as_json:

@@ -60,9 +60,9 @@ def plan(
 
 def parse_count(text: str) -> int:
     """A number of parameters: ``7B``, ``350M``, ``1.5T``, ``7000000``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBGT]?)", text.strip().replace(",", "").replace("_", "").upper())
+    match = re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?)([KMBGT]?)", text.strip().replace(",", "").replace("_", "").upper())
     if not match:
-        raise ValueError(f"--params {text!r} is no number of parameters; write e.g. 7B, 350M or 1.5T")
+        raise ValueError(f"--params {text[:60]!r} is no number of parameters; write e.g. 7B, 350M or 1.5T")
     count = round(float(match[1]) * _UNITS[match[2]])
     if count > 10**15:
         raise ValueError(f"--params {text!r}: more than 1000T is no model to plan for; write e.g. 7B or 1T")
@@ -71,10 +71,10 @@ def parse_count(text: str) -> int:
 
 def parse_bytes(text: str) -> int:
     """A number of bytes: ``24GB`` (10^9), ``24GiB`` (2^30), ``512MB``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)", text.strip().upper())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,30})?)\s*([KMGT]?I?B)", text.strip().upper())
     size = round(float(match[1]) * _BYTES.get(match[2], 0)) if match else 0
     if not size:
-        raise ValueError(f"--memory {text!r} is no size in bytes; write e.g. 24GB, 80GiB or 512MB")
+        raise ValueError(f"--memory {text[:60]!r} is no size in bytes; write e.g. 24GB, 80GiB or 512MB")
     return size
 
 

@@ -51,7 +51,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("batch", "seq_len", "shards"):
             if getattr(self, name) < 1:
-                raise PlanError(f"{name}={getattr(self, name)}: must be at least 1")
+                raise PlanError(f"{name}={getattr(self, name)}: must be at least 1; pass a positive number")
+            if getattr(self, name) > 10**9:
+                raise PlanError(f"{name}={getattr(self, name)}: absurdly large; pass a smaller number")
         if self.shards > MOST_SHARDS:
             raise PlanError(f"shards={self.shards}: more than {MOST_SHARDS:,} ranks are not planned for")
         for name, choices in (("checkpointing", CHECKPOINTING), ("dtype", tuple(ITEMSIZE))):

@@ -37,7 +37,6 @@ class TrainSettings:
         eval_every: Steps between evaluations; 0 evaluates only at the end.
         eval_batches: Validation batches per evaluation.
         accumulate: Backward passes per step; their mean gradient is used.
-        announce_next_lr: Tell the optimizer the next step's learning rate, for its error compensation to aim at.
     """
 
     steps: int = 1500
@@ -53,7 +52,6 @@ class TrainSettings:
     eval_every: int = 0
     eval_batches: int = 16
     accumulate: int = 1
-    announce_next_lr: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "seq_len", "eval_batches", "accumulate"):
@@ -185,8 +183,6 @@ def train(
         lr = lr_at(step, settings)
         for group in optimizer.param_groups:
             group["lr"] = lr
-            if settings.announce_next_lr:
-                group["next_lr"] = lr_at(step + 1, settings)
         optimizer.zero_grad()
         losses = []
         for part in range(step * settings.accumulate, (step + 1) * settings.accumulate):

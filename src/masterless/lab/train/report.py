@@ -9,9 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .config import FIELDS, RunConfig, read_toml
-from .observe import load_rows
-from .run_files import write_atomically
+from .config import FIELDS, RunConfig, read_toml, resolve
+from .observe import load_metrics
+from .run_files import write_text
 from .svg import Series, clip_definition, histogram, legend, line_chart, scatter
 
 ROLES = ("weights", "first moment", "second moment", "gradients")
@@ -70,8 +70,8 @@ svg text.mark{font-size:15px}.figures{grid-template-columns:1fr 1fr}.figures b{f
 
 def write_run_report(folder: Path) -> Path:
     """Writes ``report.html`` of a run from the files in its directory."""
-    config = RunConfig(**read_toml(folder / "config.toml"))
-    rows = load_rows(folder / "metrics.jsonl")
+    config = resolve({}, read_toml(folder / "config.toml"))
+    rows = load_metrics(folder / "metrics.jsonl")
     summary = json.loads((folder / "summary.json").read_text())
     loss = summary["validation_loss"]
     figures = [
@@ -194,7 +194,7 @@ def _page(title: str, lead: Sequence[str], body: str) -> str:
 
 
 def _write(path: Path, page: str) -> Path:
-    write_atomically(path, lambda file: file.write(page.encode()))
+    write_text(path, page)
     return path
 
 

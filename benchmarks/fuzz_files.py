@@ -1,0 +1,472 @@
+"""Damages and forges every kind of file that is read, and looks at what happens: errors only.
+
+    python benchmarks/fuzz_files.py --seconds 600 [--seed 0]
+
+A case is a copy of a good file (a checkpoint, a run directory, safetensors, a configuration, text, token arrays, a
+plan's input, results) with one file of it damaged or, with correct checksums, forged. Readers run in a process of their
+own. A finding is anything but success or a one-line ValueError or OSError, which the command line prints with exit code
+2: another exception, a signal, a case that takes longer than 20 s, memory beyond 64 MB and 32 times the files, and a
+damaged checkpoint that loads as something else than what was saved. Ends with a table; exit code 1 if any was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SECONDS, FREE, MULTIPLE = 20, 64 << 20, 32
+TOKENS = [b"0", b"-1", b"1e999", b"NaN", b"null", b"true", b'""', b"[]", b"{}", b"9" * 5000, b"[" * 5000, b"{" * 99]
+TOKENS += [b"\0" * 9, b"\xff" * 9, b"4611686018427387904", b"18446744073709551616", b"../../../etc/passwd", b'"', b"\n"]
+SCALARS: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    2**31,
+    2**63,
+    10**30,
+    0.5,
+    1e308,
+    "",
+    "x",
+    "../x",
+    [],
+    {},
+    [[]],
+    {"a": 1},
+]
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+def damage(raw: bytes, source: random.Random) -> bytes:
+    """Bytes with some of them changed, cut, repeated or replaced."""
+    content = bytearray(raw)
+    for _ in range(source.choice([1, 1, 1, 2, 8])):
+        at = source.randrange(len(content) + 1)
+        to = min(len(content), at + source.choice([1, 4, 64, 4096]))
+        kind = source.randrange(7)
+        if kind == 0 and content:
+            content[at % len(content)] ^= 1 << source.randrange(8)
+        elif kind == 1:
+            content[at:to] = source.randbytes(to - at)
+        elif kind == 2:
+            del content[at:to]
+        elif kind == 3:
+            del content[at:]
+        elif kind == 4:
+            content[at:at] = content[at:to]
+        else:
+            content[at : at if kind == 5 else to] = source.choice(TOKENS)
+    return bytes(content)
+
+
+def forge_json(raw: bytes, source: random.Random) -> bytes:
+    """A JSON document, or lines of it, with some value replaced or dropped, or a whole document of another kind."""
+    if source.random() < 0.05:
+        return source.choice(
+            [b"[[]," * 200_000 + b"0", b'{"a":' * 100_000, b"[" + b"[]," * 300_000 + b"[]]", b"9" * 9999]
+        )
+    lines = raw.split(b"\n")
+    at = source.randrange(len(lines)) if len(lines) > 5 and raw[:1] == b"{" and b"}\n{" in raw else None
+    document = json.loads(raw if at is None else lines[at] or b"{}")
+    places = list(_places(document))
+    for _ in range(source.choice([1, 1, 2, 5])):
+        if not places:
+            break
+        inside, key = source.choice(places)
+        if source.random() < 0.2 and isinstance(inside, dict):
+            inside.pop(key, None)
+        elif source.random() < 0.2 and isinstance(inside, dict):
+            inside[str(source.choice(SCALARS))] = inside.pop(key, 0)
+        else:
+            value = source.choice(SCALARS)
+            if isinstance(inside, dict) or key < len(inside):
+                inside[key] = value
+    made = json.dumps(document).encode()
+    if at is None:
+        return made
+    return b"\n".join([*lines[:at], made, *lines[at + 1 :]])
+
+
+def _places(document: Any) -> Iterator[tuple[Any, Any]]:
+    items = document.items() if isinstance(document, dict) else enumerate(document)
+    for key, value in list(items) if isinstance(document, (dict, list)) else []:
+        yield document, key
+        if isinstance(value, (dict, list)):
+            yield from _places(value)
+
+
+def forge_header(raw: bytes, source: random.Random) -> bytes:
+    """A safetensors file with a forged header of the right length."""
+    length = int.from_bytes(raw[:8], "little")
+    header = forge_json(raw[8 : 8 + length], source) if source.random() < 0.8 else damage(raw[8 : 8 + length], source)
+    return len(header).to_bytes(8, "little") + header + raw[8 + length :]
+
+
+def forge_description(raw: bytes, source: random.Random) -> bytes:
+    """The description of a distributed checkpoint, forged, with its digest put right."""
+    about = forge_json(json.dumps(json.loads(raw)["checkpoint"]).encode(), source)
+    return b'{"sha256": "' + hashlib.sha256(about).hexdigest().encode() + b'", "checkpoint": ' + about + b"}"
+
+
+def forge_archive(raw: bytes, source: random.Random) -> bytes:
+    """An archive of torch.save with one record changed and all checksums right."""
+    target = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        names = archive.namelist()
+        pickle = next(n for n in names if n.endswith("data.pkl"))
+        chosen = pickle if source.random() < 0.7 else source.choice(names)
+        how = source.choice([zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+        with zipfile.ZipFile(target, "w", how) as made:
+            for name in names:
+                content = archive.read(name)
+                if name == chosen:
+                    content = _forge_pickle(content, source) if name == pickle else damage(content, source)
+                made.writestr(name, content)
+    return target.getvalue()
+
+
+def _forge_pickle(raw: bytes, source: random.Random) -> bytes:
+    """A pickle with some small number in it changed, which is where shapes, sizes and offsets are; or just damaged."""
+    places = [i for i in range(len(raw) - 2) if raw[i : i + 1] in (b"K", b"M")]
+    if source.random() < 0.4 or not places:
+        return damage(raw, source)
+    content = bytearray(raw)
+    for _ in range(source.choice([1, 2, 3])):
+        at = source.choice(places)
+        content[at + 1] = source.randrange(256)
+    return bytes(content)
+
+
+# --- what is read ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Target:
+    """A kind of input: a folder with good files, the files that are attacked, and the reader, which gets a copy."""
+
+    name: str
+    files: list[str]
+    read: Callable[[Path], Any]
+    forge: Callable[[bytes, random.Random], bytes] | None = None
+    exact: bool = False  # whether damage must be noticed
+
+
+def targets(folder: Path) -> list[Target]:
+    """Makes the good files, and the readers of them."""
+    import numpy as np
+    import torch
+    from torch import nn
+
+    import masterless as ml
+    from masterless.distributed import checkpoint
+    from masterless.interop import load_safetensors, save_safetensors
+    from masterless.lab.commands.compare import summarize
+    from masterless.lab.plan import load_model, make_plan
+    from masterless.lab.train import run as runs
+    from masterless.lab.train.build import load_initial
+    from masterless.lab.train.config import read_toml, resolve
+    from masterless.lab.train.corpus import text_corpus
+    from masterless.lab.train.display import Display
+    from masterless.lab.train.experiment import load_results
+    from masterless.lab.train.report import write_comparison_report, write_run_report
+
+    torch.set_num_threads(1)
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
+        ml.quantize_(model, "int4")
+        return model
+
+    def parts(value: Any) -> Iterator[bytes]:
+        if isinstance(value, dict):
+            for name in sorted(value, key=str):
+                yield str(name).encode()
+                yield from parts(value[name])
+        elif hasattr(value, "stored"):
+            yield from parts(value.detach().stored.tensors)
+        elif torch.is_tensor(value):
+            yield value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        else:
+            yield repr(value).encode()
+
+    def digest(*states: Any) -> str:
+        return hashlib.sha256(b" ".join(piece for state in states for piece in parts(dict(state)))).hexdigest()
+
+    def optimizer(model: nn.Module) -> Any:
+        opt = ml.AdamW(model.named_parameters(), exp_avg="int4", exp_avg_sq="log2")
+        model(torch.ones(2, 64)).sum().backward()
+        opt.step()
+        return opt
+
+    def read_init(path: Path) -> str:
+        model = network()
+        load_initial(model, path / "init.pt")  # type: ignore[arg-type]
+        return digest(model.state_dict())
+
+    def read_safetensors(path: Path) -> str:
+        model = network()
+        load_safetensors(model, path / "model.safetensors")
+        return digest(model.state_dict())
+
+    def read_distributed(path: Path) -> str:
+        model = network()
+        opt = optimizer(model)
+        extra = checkpoint.load(path, model, opt)
+        return digest(model.state_dict(), *opt.state.values()) + json.dumps(extra)
+
+    def read_run(path: Path) -> str:
+        run = runs.resume(path)
+        return digest(run.model.state_dict(), *run.optimizer.state.values()) + str(run.step)
+
+    def read_report(path: Path) -> None:
+        runs.resume(path)
+        runs._earlier_summary(path)
+        shutil.copy(folder / "run" / "summary.json", path / "summary.json")
+        write_run_report(path)
+
+    def read_results(path: Path) -> None:
+        rows = load_results(path / "results.jsonl")
+        if rows:
+            write_comparison_report(path, rows, summarize(rows), {}, "text")
+
+    for name in ("init", "safetensors", "distributed", "text", "jsonl", "tokens", "plan", "header", "index", "results"):
+        (folder / name).mkdir()
+    torch.save({"model": network().state_dict(), "step": 3}, folder / "init" / "init.pt")
+    save_safetensors(network(), folder / "safetensors" / "model.safetensors")
+    model = network()
+    where = checkpoint.save(folder / "saved", 3, model, optimizer(model), extra={"step": 3})
+    shutil.copytree(where, folder / "distributed", dirs_exist_ok=True)
+    words = "seven wizards boil quartz while the quick brown fox looks on. " * 60
+    (folder / "text" / "a.txt").write_text(words)
+    (folder / "jsonl" / "a.jsonl").write_text("".join(json.dumps({"text": words[i:]}) + "\n" for i in range(20)))
+    np.save(folder / "tokens" / "a.npy", np.arange(5000, dtype=np.int64) % 700)
+    config = Path(__file__).parent.parent / "tests" / "data" / "configs" / "llama-3-8b.json"
+    shutil.copy(config, folder / "plan" / "config.json")
+    from safetensors.torch import save_file
+
+    shapes = {"model.embed_tokens.weight": (64, 32), "model.layers.0.self_attn.q_proj.weight": (32, 32)}
+    for name in ("header", "index"):
+        save_file({n: torch.zeros(s) for n, s in shapes.items()}, folder / name / "model.safetensors")
+    weight_map = dict.fromkeys(shapes, "model.safetensors")
+    (folder / "index" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    flags = {"layers": 1, "width": 32, "heads": 2, "seq_len": 32, "eval_batches": 1, "steps": 2, "batch": 1}
+    tiny = resolve({**flags, "data": [str(folder / "text" / "a.txt")], "threads": 1, "eval_every": 1})
+
+    class Never:
+        signal = None
+
+    run = runs.start(tiny, folder / "run")
+    runs.execute(run, Display(), Never())  # type: ignore[arg-type]
+    del run
+    memory = {"measured_per_parameter": 2.0, "predicted_per_parameter": 2.0, "inner_parameters": 10}
+    row = {
+        "id": "a",
+        "label": "fp32",
+        "loss": 2.0,
+        "seconds": 1.0,
+        "peak_bytes": 9,
+        "seed": 0,
+        "settings": {"steps": 4},
+    }
+    row |= {"memory": {**memory, "inner_bytes": {"weights": 20}}, "validation": [[4, 2.0]], "curve": []}
+    row |= {"stalls": [{"step": 4, "stalls": {"exp_avg": {"stalled_codes": 0.1, "lost": 0.1}}}]}
+    (folder / "results" / "results.jsonl").write_text("".join(json.dumps({**row, "seed": i}) + "\n" for i in range(7)))
+
+    last = "checkpoints/step-00000002.pt"
+    data = [p.name for p in (folder / "distributed").glob("*.distcp")]
+    return [
+        Target("init", ["init.pt"], read_init, forge_archive, exact=True),
+        Target("run", [last, "checkpoints/manifest.json", "config.toml"], read_run, exact=False),
+        Target("run checkpoint", [last], read_run, exact=True),
+        Target("run manifest", ["checkpoints/manifest.json"], read_run, forge_json),
+        Target("run report", ["metrics.jsonl", "summary.json"], read_report, forge_json),
+        Target("safetensors", ["model.safetensors"], read_safetensors, forge_header, exact=True),
+        Target("distributed", [*data, "metadata.json"], read_distributed, exact=True),
+        Target("distributed description", ["metadata.json"], read_distributed, forge_description),
+        Target("config", ["config.toml"], lambda path: resolve({}, read_toml(path / "config.toml")) and None),
+        Target("text", ["a.txt"], lambda path: text_corpus(path / "a.txt", 16) and None),
+        Target("jsonl", ["a.jsonl"], lambda path: text_corpus(path / "a.jsonl", 16) and None, forge_json),
+        Target("tokens", ["a.npy"], lambda path: text_corpus(path / "a.npy", 16) and None),
+        Target("plan", ["config.json"], lambda path: make_plan(load_model(path)) and None, forge_json),
+        Target("header", ["model.safetensors"], lambda path: make_plan(load_model(path)) and None, forge_header),
+        Target(
+            "index", ["model.safetensors.index.json"], lambda path: make_plan(load_model(path)) and None, forge_json
+        ),
+        Target("results", ["results.jsonl"], read_results, forge_json),
+    ]
+
+
+FOLDERS = {"run checkpoint": "run", "run manifest": "run", "run report": "run", "config": "run"}
+FOLDERS |= {"distributed description": "distributed"}
+
+
+# --- one process that reads -----------------------------------------------------------------------------------------
+
+
+def resident_peak() -> int:
+    """The most memory since it was last asked, where Linux says it."""
+    with open("/proc/self/status") as file:
+        peak = next((int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM")), 0)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return peak
+
+
+def work(seed: int, first: int, until: float) -> None:
+    """Runs cases from number `first` on; says on stdout what it is about to do and how it ended."""
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        every = targets(folder)
+        good = {t.name: t.read(_copy(folder, t)) for t in every if t.exact}
+        case = first
+        while time.time() < until:
+            target = every[case % len(every)]
+            source = random.Random(f"{seed} {case}")
+            copy = _copy(folder, target)
+            file = copy / source.choice(target.files)
+            forged = target.forge is not None and source.random() < 0.6
+            raw = file.read_bytes()
+            try:
+                content = target.forge(raw, source) if forged and target.forge else damage(raw, source)
+            except (ValueError, KeyError):
+                content = damage(raw, source)
+            file.write_bytes(content)
+            print(
+                json.dumps({"case": case, "target": target.name, "file": file.name, "bytes": len(content)}), flush=True
+            )
+            size = sum(p.stat().st_size for p in copy.rglob("*") if p.is_file())
+            resident_peak()
+            before, began, finding = resident_peak(), time.time(), ""
+            try:
+                value, ended = target.read(copy), "loaded"
+                if target.exact and not forged and value != good[target.name]:
+                    finding = "a damaged file was loaded as something else"
+            except (ValueError, OSError) as error:
+                ended = "refused"
+                if "\n" in str(error) and target.name != "safetensors":
+                    finding = f"more than one line: {error}"
+            except BaseException as error:
+                ended, finding = "failed", f"{type(error).__name__}: {error}"
+            extra = max(0, resident_peak() - before)
+            if extra > FREE + MULTIPLE * size:
+                finding = finding or f"{extra:,} bytes of memory for files of {size:,}"
+            took = time.time() - began
+            print(
+                json.dumps({"end": ended, "seconds": took, "extra": extra, "size": size, "finding": finding[:300]}),
+                flush=True,
+            )
+            case += 1
+
+
+def _copy(folder: Path, target: Target) -> Path:
+    copy = folder / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder / FOLDERS.get(target.name, target.name), copy)
+    return copy
+
+
+# --- the process that watches ---------------------------------------------------------------------------------------
+
+
+def watch(seed: int, seconds: float) -> dict[str, Any]:
+    """Runs cases for so long, starting a new process where one died; returns counts and findings."""
+    result: dict[str, Any] = {
+        "seed": seed,
+        "cases": 0,
+        "targets": {},
+        "findings": [],
+        "largest_extra": 0,
+        "slowest": 0.0,
+    }
+    first, until = 0, time.time() + seconds
+    while time.time() < until:
+        command = [sys.executable, __file__, "--work", str(first), "--seed", str(seed), "--until", str(until)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        about, pending, since = None, b"", time.time()
+        while True:
+            ended = process.poll() is not None
+            pending += process.stdout.read() or b""
+            *lines, pending = pending.split(b"\n")
+            for line in lines:
+                record = json.loads(line)
+                since = time.time()
+                if "case" in record:
+                    about = record
+                    continue
+                assert about is not None
+                counts = result["targets"].setdefault(about["target"], {})
+                counts[record["end"]] = counts.get(record["end"], 0) + 1
+                result["cases"] += 1
+                result["largest_extra"] = max(result["largest_extra"], record["extra"])
+                result["slowest"] = max(result["slowest"], round(record["seconds"], 3))
+                if record["finding"]:
+                    result["findings"].append({**about, "what": record["finding"]})
+                first, about = about["case"] + 1, None
+            if ended:
+                break
+            if about is not None and time.time() - since > SECONDS:
+                process.kill()
+                result["findings"].append({**about, "what": f"took longer than {SECONDS} s"})
+                first, about = about["case"] + 1, None
+                process.wait()
+                break
+            time.sleep(0.02)
+        if about is not None:
+            result["findings"].append({**about, "what": f"the process ended with {process.returncode}"})
+            first = about["case"] + 1
+        elif process.returncode not in (0, -9):
+            raise SystemExit(f"the reading process ended with {process.returncode} before it began")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work is not None:
+        work(options.seed, options.work, options.until)
+        return
+    result = watch(options.seed, options.seconds)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        for name, counts in result["targets"].items():
+            print(f"{name:24} " + ", ".join(f"{count} {end}" for end, count in sorted(counts.items())))
+        print(
+            f"{result['cases']} cases, slowest {result['slowest']} s, "
+            f"at most {result['largest_extra'] >> 20} MB more memory"
+        )
+        for finding in result["findings"]:
+            print("FOUND", json.dumps(finding))
+    sys.exit(1 if result["findings"] else 0)
+
+
+if __name__ == "__main__":
+    main()
