@@ -24,6 +24,7 @@ from masterless.tensor.quantize import dequantize_, quantize_
 from masterless.tensor.quantized import QuantizedTensor
 
 from masterless.integrations.averaging import AveragedModel  # isort: skip  (registers itself with `quantize_`)
+from masterless.integrations.export import export  # isort: skip
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "RMSprop",
     "beta_for_bits",
     "dequantize_",
+    "export",
     "memory",
     "parse_format",
     "prepare",

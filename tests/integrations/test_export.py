@@ -130,7 +130,11 @@ def test_what_does_not_fit_is_refused_and_can_be_requantized(quantized, tmp_path
     for name in report.rounded:
         owner, _, key = name.rpartition(".")
         p = expected.get_parameter(name)
-        setattr(expected.get_submodule(owner), key, torch.nn.Parameter(ml.QuantizedTensor.from_dense(p.detach().dequantize(), "int4:32")))
+        setattr(
+            expected.get_submodule(owner),
+            key,
+            torch.nn.Parameter(ml.QuantizedTensor.from_dense(p.detach().dequantize(), "int4:32")),
+        )
     assert torch.equal(logits(reload(tmp_path / "out")), logits(expected))
     with pytest.raises(ValueError, match="exists already"):
         export(odd, tmp_path / "out", requantize="int4:32")
@@ -162,3 +166,26 @@ def test_a_folder_is_exported_with_its_tokenizer(quantized, tmp_path):
     with pytest.raises(ValueError, match=r"no config\.json"):
         export(tmp_path, tmp_path / "other")
 
+
+def test_the_command(quantized, tmp_path, capsys):
+    from masterless.lab.cli import app
+
+    quantized("moe", "int8").save_pretrained(tmp_path / "trained")
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            app([str(a) for a in ("export", tmp_path / "trained", *arguments)])
+        return ended.value.code, capsys.readouterr()
+
+    code, printed = run("--out", tmp_path / "a")
+    assert code == 0 and "12 matrices as compressed-tensors (int8:row)" in printed.out
+    code, printed = run("--out", tmp_path / "b", "--to", "gguf", "--json")
+    assert (
+        code == 0
+        and json.loads(printed.out.splitlines()[-1])["to"] == "gguf"
+        and (tmp_path / "b" / "model.gguf").is_file()
+    )
+    code, printed = run("--out", tmp_path / "a")
+    assert code == 2 and "exists already" in printed.err
+    code, printed = run("--out", tmp_path / "c", "--to", "onnx")
+    assert code == 2 and "to='onnx': choose one of compressed-tensors, gguf, dense" in printed.err

@@ -4,8 +4,8 @@ Contract:
     * Lossless, or refused with the reason: what a server decodes is what the forward pass of the trained model saw, to
       the bit. Hidden bits and master copies are the optimizer's and are not exported.
     * `requantize` is the explicit way out: it names the format that refused matrices are rounded to first.
-    * The folder is complete: config, generation config and the tokenizer's files beside the weights. It is written under
-      another name and moved: it is there whole or not at all.
+    * The folder is complete: config, generation config and the tokenizer's files beside the weights. It is written
+      under another name and moved: it is there whole or not at all.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def load_folder(folder: Path) -> Any:
     config = folder / "config.json"
     if not config.is_file():
         raise ValueError(
-            f"{folder} has no config.json: export takes what save_pretrained of a transformers model wrote; for a run of "
-            f"`masterless train` use masterless.interop.save_safetensors, its model has no server"
+            f"{folder} has no config.json: export takes what save_pretrained of a transformers model wrote; for a run "
+            f"of `masterless train` use masterless.interop.save_safetensors, its model has no server"
         )
     import transformers
 
@@ -205,5 +205,3 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copy2(file, target / file.name)
-
-

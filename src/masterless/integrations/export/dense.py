@@ -23,4 +23,5 @@ def write(model: Any, folder: Path, report: Report, source: Path | None) -> None
     for name, _, _, p in owned_parameters(model):
         if isinstance(p, QuantizedTensor):
             report.exported[name] = str(p.dtype).removeprefix("torch.")
-    dequantize_(copy.deepcopy(model)).save_pretrained(folder)
+    dense: Any = dequantize_(copy.deepcopy(model))
+    dense.save_pretrained(folder)

@@ -1,9 +1,9 @@
 """GGUF: what llama.cpp and ollama read. Blocks of 32 with an fp16 scale, written as they are.
 
 Contract:
-    * Q4_0 holds integers of 2 to 4 bits, Q8_0 those of 6 and 8: value = d * q, d the block's scale. A group of 32 or more
-      is several blocks with the same d. Nothing is quantized: llama.cpp's own converter would do it anew.
-    * Refused: a row that is not a multiple of 32, a scale that fp16 does not hold, floating formats, other architectures.
+    * Q4_0 holds integers of 2 to 4 bits, Q8_0 those of 6 and 8: value = d * q, d the block's scale. A group of 32 or
+      more is several blocks with the same d. Nothing is quantized: llama.cpp's own converter would do it anew.
+    * Refused: rows that are no multiple of 32, a scale that fp16 does not hold, floating formats, other architectures.
     * Every matrix is decoded again by the `gguf` package and compared with the forward pass's.
 """
 
@@ -126,7 +126,7 @@ def _add_tensor(writer: Any, gguf: Any, name: str, value: Matrix | Tensor) -> No
         data = blocks_of(value)
         read = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).view(value.codes.shape)
         if not torch.equal(read, decoded(value, torch.float32)):
-            raise ValueError(f"{name!r} does not come back from its GGUF blocks; please report it with the model's config")
+            raise ValueError(f"{name!r} does not come back from its GGUF blocks; report it with the model's config")
         writer.add_tensor(name, data, raw_dtype=kind)
     elif value.dtype == torch.bfloat16 and value.dim() > 1:
         writer.add_tensor(name, value.detach().contiguous().view(torch.uint8).numpy(), raw_dtype=types.BF16)
