@@ -20,6 +20,7 @@ from masterless.optim import (
 from masterless.optim.backward import step_in_backward
 from masterless.optim.presets import PRESETS, prepare
 from masterless.step import staleness
+from masterless.tensor.calibrate import calibrate_
 from masterless.tensor.quantize import dequantize_, quantize_
 from masterless.tensor.quantized import QuantizedTensor
 
@@ -45,6 +46,7 @@ __all__ = [
     "QuantizedTensor",
     "RMSprop",
     "beta_for_bits",
+    "calibrate_",
     "dequantize_",
     "export",
     "memory",

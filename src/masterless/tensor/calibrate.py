@@ -12,8 +12,8 @@ Contract:
       taken off the later columns by row j of U, the Cholesky factor of the inverse of ``H = E[x x^T] + damping``.
       Everything else is rounded to nearest under the better scales.
     * Hidden bits hold the residue of the true weight, as far as they reach (half a quantum); master copies all of it.
-    * The model runs without gradients on its own parameters; passes are repeated if the matrices H of all layers at once
-      take more than `memory` bytes, and later passes see the layers before them quantized.
+    * The model runs without gradients; passes are repeated if the matrices H of all layers at once take more than
+      `memory` bytes, and later passes see the layers before them quantized.
 """
 
 from __future__ import annotations
@@ -231,4 +231,3 @@ def _residues(values: Tensor, parts: codec.Parts, format: Format, scale: Tensor)
     lowest = seen <= -(2.0 ** (format.bits - 1) - 1) * divisor  # the grid is symmetric: this code has one residue less
     below = torch.where(lowest, below.clamp(min=1 - half), below)
     return {"hidden": pack((below + half).to(torch.int32), format.fine_bits)}
-
