@@ -1,4 +1,4 @@
-"""A seeded, bounded run of ``benchmarks/fuzz_files.py``: whatever a file holds, reading it ends in good order."""
+"""A seeded, bounded run of ``benchmarks/fuzz_files.py``: whatever a file holds, reading it ends well or in an error."""
 
 from __future__ import annotations
 

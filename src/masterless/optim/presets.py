@@ -118,6 +118,15 @@ PRESETS: dict[str, Preset] = {
             exp_avg_sq="log2",
             betas=(0.82, 0.95),
         ),
+        # Two bytes tie with fp32 at twenty tokens per parameter and more (docs/presets.md): the one to start with.
+        _preset(
+            "2-byte",
+            "int8",
+            "INT8 weights, 4-bit first moment, 4-bit second",
+            exp_avg="int4",
+            exp_avg_sq="log4",
+            betas=(0.9, 0.95),
+        ),
         _preset(
             "2.3-byte",
             "int8",
@@ -137,7 +146,7 @@ def get_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def prepare(model: nn.Module, preset: str = "1.8-byte", lr: float | Tensor = 1e-3, **overrides: Any) -> AdamW:
+def prepare(model: nn.Module, preset: str = "2-byte", lr: float | Tensor = 1e-3, **overrides: Any) -> AdamW:
     """Applies a preset to a model and returns the optimizer.
 
     Quantizes the model's inner matrices in place and builds AdamW over its named parameters with the preset's options.

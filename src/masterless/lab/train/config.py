@@ -54,7 +54,7 @@ class RunConfig:
     tie_embeddings: bool = _option(False, "model", "One matrix for embedding and output head.")
     init: str | None = _option(None, "model", "Start from the weights of a run or checkpoint file.", "random weights")
 
-    preset: str = _option("1.8-byte", "formats", "A point on the loss-against-bytes frontier.")
+    preset: str = _option("2-byte", "formats", "A point on the loss-against-bytes frontier.")
     weights: str | None = _option(
         None, "formats", "Format of the inner matrices: fp32, bf16, fp8, int8, int4, ...", "preset"
     )

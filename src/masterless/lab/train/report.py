@@ -158,7 +158,8 @@ def write_comparison_report(
         for e in table
         for cell in (cells(e),)
     )
-    wide = f'<div class="card"><div class="scroll"><table><tr>{head}</tr>{lines}</table></div></div>'
+    body = f'<div class="scroll"><table><tr>{head}</tr>{lines}</table></div><p>{noise_note(table)}</p>'
+    wide = f'<div class="card">{body}</div>'
     seeds = len({row["seed"] for row in rows})
     lead = f"{len(table)} configurations, {seeds} seed{'s' if seeds > 1 else ''} each, on the same text and batches."
     body = (
@@ -167,13 +168,23 @@ def write_comparison_report(
     return _write(folder / "report.html", _page("Comparison", [lead, text], body))
 
 
+NOISE = "another processor or torch build moves the losses of low-bit presets by about 1%"
+
+
+def noise_note(table: Sequence[Mapping[str, Any]]) -> str:
+    """What a reader of the table should know about small differences."""
+    seeds = max(len(e["losses"]) for e in table)
+    spread = f"±: standard deviation over {seeds} seeds" if seeds > 1 else "one seed: no spread is known, try --seeds 2"
+    return f"{spread}; {NOISE}"
+
+
 def cells(entry: Mapping[str, Any]) -> dict[str, str]:
     """One line of a comparison's table as text."""
-    spread = entry.get("loss_spread")
+    spread, noise = entry.get("loss_spread"), entry.get("gap_spread")
     loss = "diverged" if entry["loss"] is None else f"{entry['loss']:.4f}" + (f" ±{spread:.4f}" if spread else "")
     return {
         "loss": loss,
-        "gap": "" if entry["gap"] is None else f"{entry['gap']:+.2%}",
+        "gap": "" if entry["gap"] is None else f"{entry['gap']:+.2%}" + (f" ±{noise:.2%}" if noise else ""),
         "measured": f"{entry['bytes_measured']:.3f}",
         "predicted": "" if entry["bytes_predicted"] is None else f"{entry['bytes_predicted']:.3f}",
         "peak": "" if entry["peak_bytes"] is None else _size(entry["peak_bytes"]),
