@@ -23,6 +23,7 @@ except ImportError:
 import masterless
 from masterless.lab.commands.bench import bench
 from masterless.lab.commands.compare import compare
+from masterless.lab.commands.export import export
 from masterless.lab.commands.formats import formats
 from masterless.lab.commands.plan import plan
 from masterless.lab.commands.stall import stall
@@ -87,6 +88,7 @@ app.command()(stall)
 app.command()(formats)
 app.command()(plan)
 app.command()(bench)
+app.command()(export)
 
 
 def main() -> None:
