@@ -236,8 +236,8 @@ def _start(process: Any) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    for number in noted:
-        signal.raise_signal(number)
+    for caught in noted:
+        signal.raise_signal(caught)
 
 
 def _work(experiment: Experiment, messages: Any, threads: int) -> None:
