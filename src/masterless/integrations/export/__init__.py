@@ -42,6 +42,15 @@ def export(
 
     Raises:
         ValueError: if a matrix cannot be exported without loss, with its name, the reason and the remedy.
+
+    >>> import tempfile
+    >>> from masterless import quantize_
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))
+    >>> report = quantize_(model, "int8")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     done = export(model, f"{folder}/served")
     """
     if to not in TARGETS:
         raise ValueError(f"to={to!r}: choose one of {', '.join(TARGETS)}")
