@@ -34,6 +34,7 @@ from masterless.tensor.quantized import QuantizedTensor
 GRID = tuple(1.0 - 0.025 * i for i in range(21))  # of the absmax scale: 1 ... 0.5
 DAMPING = 0.01
 _COLUMNS = 128
+_CACHED = 1 << 16  # elements worked on at a time
 
 
 def calibrate_(
@@ -168,23 +169,39 @@ def quantized_weight(dense: Tensor, format: Format, moment: Tensor | None) -> Qu
 def best_scales(values: Tensor, format: Format, weight: Tensor | None) -> Tensor:
     """Of every block the scale of the grid with the least (weighted) squared error of the visible code: fp32."""
     absmax = codec.block_absmax(values, format)
+    if format.granularity == "tensor":
+        return _best_of_grid(values, absmax, format, weight)
+    # Some rows at a time, so that the passes over the grid stay in the cache.
+    step = max(1, _CACHED // values.shape[1])
+    starts = range(0, len(values), step)
+    return torch.cat([_best_of_grid(values[i : i + step], absmax[i : i + step], format, weight) for i in starts])
+
+
+def _best_of_grid(values: Tensor, absmax: Tensor, format: Format, weight: Tensor | None) -> Tensor:
     visible = visible_format(format)
-    best = codec.scale_for(absmax, format)
-    least = _block_errors(values, best, visible, weight)
-    for fraction in GRID[1:]:
+    levels = torch.tensor(visible.levels, dtype=torch.float32)
+    best, least = torch.zeros_like(absmax), torch.full_like(absmax, torch.inf)
+    for fraction in GRID:
         scale = codec.scale_for(absmax * fraction, format)
-        error = _block_errors(values, scale, visible, weight)
+        divisor = codec._spread(torch.where(scale > 0, scale, 1.0), values.shape[1], format)
+        squares = (_on_grid(values / divisor, levels, visible) * divisor - values).square_()
+        if weight is not None:
+            squares *= weight
+        if format.granularity == "tensor":
+            error = squares.sum().view(1, 1)
+        else:
+            error = codec._by_block(lambda blocks: blocks.sum(-1), squares, format)
         better = error < least
         best, least = torch.where(better, scale, best), torch.where(better, error, least)
     return best
 
 
-def _block_errors(values: Tensor, scale: Tensor, format: Format, weight: Tensor | None) -> Tensor:
-    rounded = codec.decode(codec.encode(values, format, scale=scale), values.shape[1], format)
-    squares = (rounded - values).square() * (1.0 if weight is None else weight)
-    if format.granularity == "tensor":
-        return squares.sum().view(1, 1)
-    return codec._by_block(lambda blocks: blocks.sum(-1), squares, format)
+def _on_grid(t: Tensor, levels: Tensor, format: Format) -> Tensor:
+    """The nearest level of every number, in units of the scale."""
+    if format.kind == "linear":
+        return t.round().clamp(float(levels[0]), float(levels[-1]))
+    middles = (levels[1:] + levels[:-1]) / 2
+    return levels[torch.searchsorted(middles, t.contiguous())]
 
 
 def _repaired(values: Tensor, scale: Tensor, format: Format, moment: Tensor) -> Tensor:
@@ -205,17 +222,11 @@ def _repaired(values: Tensor, scale: Tensor, format: Format, moment: Tensor) -> 
         for j in range(stop - start):
             column = block[:, j]
             t = column / spread[:, start + j]
-            level = t.round().clamp(levels[0], levels[-1]) if visible.kind == "linear" else _nearest(t, levels)
-            result[:, start + j] = level * spread[:, start + j]
+            result[:, start + j] = _on_grid(t, levels, visible) * spread[:, start + j]
             errors[:, j] = (column - result[:, start + j]) / upper[start + j, start + j]
             block[:, j:].addr_(errors[:, j], upper[start + j, start + j : stop], alpha=-1.0)
         left[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1.0)
     return result
-
-
-def _nearest(t: Tensor, levels: Tensor) -> Tensor:
-    middles = (levels[1:] + levels[:-1]) / 2
-    return levels[torch.searchsorted(middles, t.contiguous())]
 
 
 def _residues(values: Tensor, parts: codec.Parts, format: Format, scale: Tensor) -> codec.Parts:
