@@ -5,8 +5,8 @@ after the rule's own update, u the one that is stored, with the injection in it;
 
 EMA form ``u~ = b u + (1-b) lr g; W~ = W - u~; u' = u~ + (1 - 1/b) e``: with ``theta = W - b/(1-b) u`` the errors
 cancel, ``theta' = theta - lr g``. In torch's form, ``u~ = b u + r lr g`` with r = 1 - dampening, the same theta moves
-by ``lr r/(1-b) g``. Nesterov steps by ``lr g + b u~`` and injects 1/b as much; its ``theta = W - b^2/(1-b) u`` again moves
-by ``lr/(1-b) g``. Nothing in theta depends on lr: `test_eco_schedules.py` holds it to that.
+by ``lr r/(1-b) g``. Nesterov steps by ``lr g + b u~`` and injects 1/b as much; its ``theta = W - b^2/(1-b) u`` again
+moves by ``lr/(1-b) g``. Nothing in theta depends on lr: `test_eco_schedules.py` holds it to that.
 """
 
 import math
