@@ -60,7 +60,9 @@ class RunConfig:
     )
     exp_avg: str | None = _option(None, "formats", "Format of the first moment.", "preset")
     exp_avg_sq: str | None = _option(None, "formats", "Format of the second moment.", "preset")
-    rounding: str | None = _option(None, "formats", "Of states: stochastic, nearest or stochastic-log.", "stochastic")
+    rounding: str | None = _option(
+        None, "formats", "Of states: stochastic, nearest, stochastic-value or stochastic-log.", "stochastic"
+    )
     weight_rounding: str | None = _option(None, "formats", "Of weights: stochastic or nearest.", "stochastic")
     error_compensation: bool | None = _option(
         None, "formats", "Inject what rounding a weight loses into the momentum.", "preset"
