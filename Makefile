@@ -34,7 +34,7 @@ $(PEERS): benchmarks/peers.txt | setup
 	touch $@
 
 bench: $(PEERS)            ## the step's speed against torch and other libraries, growth, memory (an idle machine, please)
-	$(BIN)/masterless bench --out benchmarks/results --figures docs/figures
+	$(BIN)/python benchmarks/bench.py --out benchmarks/results
 	$(BIN)/python benchmarks/update_docs.py
 
 study: setup               ## the studies behind the documentation's tables: hours, resumable at any kill

@@ -83,7 +83,7 @@ def round_scale_up(scale: Tensor, format: Format) -> Tensor:
 
 
 def block_absmax(x: Tensor, format: Format) -> Tensor:
-    """The largest magnitude of every block: ``[rows, blocks]`` (``[1, 1]`` for one scale a tensor)."""
+    """The largest magnitude of every block: ``[rows, blocks]`` (``[1, 1]`` for one scale per tensor)."""
     if format.granularity == "tensor":
         return x.abs().amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
     return _by_block(lambda blocks: blocks.abs().amax(-1), x, format)

@@ -21,6 +21,7 @@ import uuid
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -78,6 +79,17 @@ def read_json(path: StrPath, most: int = MOST_TEXT) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError) as error:  # ValueError: syntax, encoding, or a number of too many digits
         raise FileError(f"{path}: is not JSON ({reason_of(error)}); correct it or restore it") from error
+
+
+def read_json_lines(path: StrPath) -> list[dict[str, Any]]:
+    """The objects in a file of JSON lines, none if there is no file; an unfinished line (a killed run) is left out."""
+    rows = []
+    if os.path.exists(path):
+        with open_regular(path) as file:
+            for line in file:
+                with suppress(ValueError, RecursionError):
+                    rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def read_torch(path: StrPath) -> Any:
@@ -150,6 +162,19 @@ def check_tensors(content: Any, path: StrPath) -> None:
                 raise FileError(
                     f"{path}: holds a tensor of shape {tuple(item.shape)} without its elements; save plain tensors"
                 )
+
+
+@cache
+def machine_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or its container's."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # no POSIX system
+        return 1 << 36
+    try:
+        return min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no container, or "max"
+        return memory
 
 
 def sha256(path: StrPath) -> str:

@@ -104,13 +104,14 @@ def run(
     if folder is None:
         raise ValueError("--parallel needs --out: all ranks must name the same run directory")
     config = set_threads(stored_config(resume) if resume else resolve(flags, file))
-    if dist.is_initialized():
-        return _run(mode, config, folder, resume is not None, trust)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
     try:
         return _run(mode, config, folder, resume is not None, trust)
     finally:
-        dist.destroy_process_group()
+        if ours:
+            dist.destroy_process_group()
 
 
 def _agree(problem: str | None, facts: Mapping[str, Any]) -> None:
@@ -128,56 +129,53 @@ def _agree(problem: str | None, facts: Mapping[str, Any]) -> None:
                 raise ConfigError(f"{name}: {mine} and {theirs}; start all with the same options, text and versions")
 
 
-class _Start:
-    """What a rank finds out before it trains; an error is kept until all ranks know of it."""
+@dataclasses.dataclass
+class _Begun:
+    """What a rank knows before it trains."""
 
-    def __init__(self, mode: str, config: RunConfig, folder: Path, resumed: bool) -> None:
-        self.held: RunFolder | None = None
-        self.found: Path | None = None
-        self.problem: str | None = None
-        self.notes: list[str] = []
-        self.manifest = Checkpoints(folder / DISTRIBUTED)
-        facts: dict[str, Any] = dataclasses.asdict(config)
-        del facts["threads"]  # machines may differ in their cores
-        facts |= {"parallel": mode, "resume": resumed, "run": str(folder.resolve())}
-        facts |= {"torch": torch.__version__, "masterless": masterless.__version__}
-        try:
-            self.corpus = self._look(config, folder, resumed)
-            facts |= {"text": self.corpus.fingerprint, "checkpoint": self.found and self.found.name}
-        except (ValueError, OSError) as error:
-            self.problem = str(error)
-        try:
-            _agree(self.problem, facts)
-        except ConfigError:
-            if self.held is not None and not resumed:
-                self.held.abandon()
-            raise
+    manifest: Checkpoints
+    held: RunFolder | None = None  # by the first rank
+    corpus: Corpus | None = None
+    found: Path | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
 
-    def _look(self, config: RunConfig, folder: Path, resumed: bool) -> Corpus:
-        rank, world = dist.get_rank(), dist.get_world_size()
+    def look(self, config: RunConfig, folder: Path, resumed: bool) -> None:
+        """Finds out what there is; the checks are those of a run in one process."""
+        world = dist.get_world_size()
         if config.batch % world:
             raise ValueError(f"--batch {config.batch}: {world} ranks cannot share it evenly; use a multiple of {world}")
-        if rank == 0:
+        if dist.get_rank() == 0:
             self.held = RunFolder.hold(folder) if resumed else RunFolder.claim(folder)
-        if not resumed:
-            return build_corpus(config)
-        if (folder / CHECKPOINTS).exists():
+        if resumed and (folder / CHECKPOINTS).exists():
             raise ConfigError(f"{folder}: a run of one process; resume it without --parallel")
-        corpus = build_corpus(config, folder / TOKENIZER)
-        if (folder / DISTRIBUTED / MANIFEST).exists():
+        self.corpus = build_corpus(config, folder / TOKENIZER if resumed else None)
+        if resumed and (folder / DISTRIBUTED / MANIFEST).exists():
             self.manifest.open()
-            self.notes = compare_facts(folder, self.manifest.manifest, corpus)
-        else:
+            self.notes = compare_facts(folder, self.manifest.manifest, self.corpus)
+        elif resumed:
             self.notes = ["begun by an earlier version, which did not record its text: whether it changed is unknown"]
-        self.found = checkpoint.latest(folder / DISTRIBUTED)
-        return corpus
+        self.found = checkpoint.latest(folder / DISTRIBUTED) if resumed else None
 
 
 def _run(mode: str, config: RunConfig, folder: Path, resumed: bool, trust: bool) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    begun = _Start(mode, config, folder, resumed)
+    begun, problem = _Begun(Checkpoints(folder / DISTRIBUTED)), None
+    facts: dict[str, Any] = dataclasses.asdict(config) | {
+        "parallel": mode,
+        "resume": resumed,
+        "torch": torch.__version__,
+    }
+    del facts["threads"]  # machines may differ in their cores
     parallel: list[nn.Module] = []
     try:
+        try:
+            begun.look(config, folder, resumed)
+            facts |= {"text": begun.corpus and begun.corpus.fingerprint, "checkpoint": begun.found}
+        except (ValueError, OSError) as error:
+            problem = str(error)
+        versions = {"torch": torch.__version__, "masterless": masterless.__version__}
+        _agree(problem, facts | versions | {"run": folder.resolve()})
+        assert begun.corpus is not None
         built = build(config, begun.corpus, not resumed, lambda model: parallel.append(parallelize(model, mode)))
         if rank == 0 and not resumed:
             record_start(folder, config, begun.corpus, begun.manifest)

@@ -13,7 +13,7 @@ Contract, row by row::
 
     * A gradient that is not finite (or whose square is not) never touches anything stored: its tile, the
       smallest run of whole chunks and whole blocks of the row, keeps every byte it had. A weight with one
-      scale a tensor and a factored second moment make the whole parameter one tile.
+      scale per tensor and a factored second moment make the whole parameter one tile.
     * So does a tile whose target or moments could not be stored (`tile.unstorable`), whatever made them so; of a weight
       with one scale, the whole parameter. (A factored second moment is an average of the gradients, which are finite:
       it goes on.)

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import statistics
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
+from masterless.interop.files import read_json_lines
 from masterless.lab.commands.common import fail, one_line_warnings, with_options
+from masterless.lab.train.build import build_corpus, build_settings, model_options
 from masterless.lab.train.config import FIELDS, ConfigError, RunConfig, read_toml, resolve
-
-if TYPE_CHECKING:
-    from masterless.lab.train.experiment import Experiment
+from masterless.lab.train.experiment import Experiment, load_results, run_all
+from masterless.lab.train.report import cells, noise_note, write_comparison_report
+from masterless.optim.presets import PRESETS
 
 DEFAULT = "fp32,2-byte,1.3-byte-int4,1-byte-int4,naive-int4"
 STEPS = 900  # with two seeds as long as one seed of 1500 steps on two cores, and the table shows its own noise
-_NOT_SHARED = {
-    "formats",
-    "init",
-    "vocab",
-    "optimizer",
-    "beta1",
-    "beta2",
-    "step_in_backward",
-    "save_every",
-    "keep",
-    "seed",
-}
+_NOT_SHARED = set("init vocab optimizer beta1 beta2 step_in_backward save_every keep seed".split())
 SHARED = [n for n, field in FIELDS.items() if n not in _NOT_SHARED and field.metadata["section"] != "formats"]
 _PLAIN_STATES = {"exp_avg": "fp32", "exp_avg_sq": "fp32", "betas": (0.9, 0.95)}
 
@@ -73,9 +69,6 @@ def compare(
         results.open("a").close()
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written ({error.strerror}); choose another --out") from None
-    from masterless.lab.train.experiment import load_results
-    from masterless.lab.train.report import write_comparison_report
-
     try:
         with _stoppable():
             _run(experiments, results, workers, resolved.threads or 1, as_json)
@@ -109,12 +102,6 @@ def plan_experiments(config: RunConfig, names: Sequence[str], seeds: int) -> tup
 
     Each is built once, so that what cannot be is refused before anything is trained.
     """
-    import dataclasses
-    import warnings
-
-    from masterless.lab.train.build import build_corpus, build_settings, model_options
-    from masterless.lab.train.experiment import Experiment
-
     if not names:
         raise ConfigError(f"--presets: no names; pass for instance {DEFAULT}")
     settings = dataclasses.asdict(build_settings(config))
@@ -139,8 +126,6 @@ def plan_experiments(config: RunConfig, names: Sequence[str], seeds: int) -> tup
 
 def entry(name: str) -> tuple[str | None, dict[str, Any]]:
     """The weight format and AdamW's options that a name of a comparison stands for."""
-    from masterless.optim.presets import PRESETS
-
     if name in PRESETS:
         return PRESETS[name].weights, dict(PRESETS[name].options)
     if name.startswith("naive-"):
@@ -233,23 +218,13 @@ def _stoppable() -> Iterator[None]:
 
 
 def _run(experiments: Sequence[Experiment], results: Path, workers: int, threads: int, as_json: bool) -> None:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from masterless.lab.train.experiment import load_rows, run_all
-
-    known = {row.get("id") for row in load_rows(results)}
+    known = {row.get("id") for row in read_json_lines(results)}
     todo = [e for e in experiments if e.identity not in known]
     console = Console(stderr=as_json, highlight=False)
     if len(todo) < len(experiments) and not as_json:
         console.print(f"{len(experiments) - len(todo)} of {len(experiments)} runs are finished already", markup=False)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeRemainingColumn(),
-    )
+    text, note = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
+    columns = (text, BarColumn(), MofNCompleteColumn(), note, TimeRemainingColumn())
     bars: dict[str, Any] = {}
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         overall = progress.add_task("[bold]all runs", total=sum(e.settings["steps"] for e in todo), note="steps")
@@ -279,25 +254,14 @@ def _name(e: Experiment) -> str:
 
 
 def _print_table(table: Sequence[Mapping[str, Any]], config: RunConfig) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from masterless.lab.train.report import cells, noise_note
-
     tokens = config.batch * config.accumulate * config.seq_len
     shown = Table(
         title=f"{config.steps} steps of {tokens} tokens",
         caption="loss: validation, nats per token; bytes: weight and both moments of an inner matrix, scales included\n"
         + noise_note(table),
     )
-    headings = {
-        "loss": "loss",
-        "gap": "gap",
-        "measured": "bytes/param",
-        "predicted": "predicted",
-        "peak": "peak memory",
-        "time": "step",
-    }
+    headings = {"loss": "loss", "gap": "gap", "measured": "bytes/param", "predicted": "predicted"}
+    headings |= {"peak": "peak memory", "time": "step"}
     shown.add_column("run", no_wrap=True)
     for heading in headings.values():
         shown.add_column(heading, justify="right", no_wrap=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from masterless.step.staleness import Grid
+from masterless import formats
+from masterless.step import staleness as s
 
 ROUNDINGS = ("nearest", "stochastic")
 MARKS = {"nearest": "●", "stochastic": "○"}
@@ -54,8 +56,6 @@ def stall_curves(
     steps: int | None,
 ) -> dict[str, Any]:
     """The prediction as plain data: facts of each rounding, and curves over steps."""
-    from masterless.step import staleness as s
-
     if rounding not in (*ROUNDINGS, "both"):
         raise ValueError(f"rounding={rounding!r}: no such choice; pass nearest, stochastic or both")
     if steps is not None and not 1 <= steps <= MOST_STEPS:
@@ -99,16 +99,13 @@ def stall_curves(
     return result
 
 
-def _grid(format: str, moment: str, typical: float | None) -> Grid:
-    from masterless import formats
-    from masterless.step import staleness
-
+def _grid(format: str, moment: str, typical: float | None) -> s.Grid:
     if formats.parse(format).kind == "log" and typical is None:
         raise ValueError(
             f"format={format!r}: the levels of a log code depend on the block; pass --typical with the block's low "
             f"quantile over its maximum, for instance --typical 0.001"
         )
-    return staleness.grid_of(format, moment, typical)
+    return s.grid_of(format, moment, typical)
 
 
 def _advice(result: dict[str, Any]) -> str:
@@ -129,9 +126,6 @@ def _advice(result: dict[str, Any]) -> str:
 
 
 def _show(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     console, second = Console(), result["moment"] == "second"
     name = "beta2" if second else "beta1"
     title = f"{result['format']}, {result['moment']} moment, {name} = {result['beta']:g}"
@@ -159,9 +153,7 @@ def _show(result: dict[str, Any]) -> None:
     console.print(result["advice"], markup=False, highlight=False)
 
 
-def _steps_table(result: dict[str, Any]) -> Any:
-    from rich.table import Table
-
+def _steps_table(result: dict[str, Any]) -> Table:
     table = Table()
     columns = {f"P {kind}": facts["stall"] for kind, facts in result["roundings"].items()}
     nearest = result["roundings"].get("nearest", {})

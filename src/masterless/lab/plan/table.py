@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from masterless.lab.plan.activations import CHECKPOINTING, activation_bytes
-from masterless.lab.plan.peers import ITEMSIZE, PEERS, System, preset_system, state_bytes, weight_bytes
-from masterless.lab.plan.shapes import ROOT, Model, Parameter, PlanError
+from masterless.lab.plan.parameters import ROOT, Model, Parameter, PlanError
+from masterless.lab.plan.systems import ITEMSIZE, PEERS, System, preset_system, state_bytes, weight_bytes
 from masterless.optim.presets import PRESETS, get_preset
 from masterless.tensor.quantize import too_small, too_thin, why_left
 
@@ -33,7 +33,7 @@ class Settings:
     """What the plan is for.
 
     Attributes:
-        batch: sequences a rank and step.
+        batch: sequences per rank and step.
         seq_len: tokens of a sequence.
         checkpointing: of activations: "none" or "full".
         shards: ranks that share the parameters.
@@ -219,7 +219,7 @@ class Advice:
 
 
 def advise(plan: Plan, memory: int) -> Advice:
-    """The preset with the most bytes a parameter that fits, and if none does, what would make one fit."""
+    """The preset with the most bytes per parameter that fits, and if none does, what would make one fit."""
     names = [row.system.name for row in plan.rows if row.system.ours]
     found = _best(plan, memory)
     tries = [plan.settings]
@@ -267,7 +267,7 @@ def _advice(plan: Plan, row: Row, memory: int, lead: str) -> Advice:
     )
     text = (
         f"{lead} preset {row.system.name}{how}: {row.system.summary}; of the presets that fit it keeps the most bytes "
-        f"a parameter ({row.bytes_per_parameter:.2f}), {gigabytes(total)} of {gigabytes(memory)} GB"
+        f"per parameter ({row.bytes_per_parameter:.2f}), {gigabytes(total)} of {gigabytes(memory)} GB"
     )
     if total > (1 - SPARE) * memory:
         text += f", which leaves only {gigabytes(memory - total)} GB for what is not counted"

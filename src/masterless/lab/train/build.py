@@ -44,18 +44,12 @@ class Built(NamedTuple):
 
 
 def build(
-    config: RunConfig,
-    corpus: Corpus,
-    initial: bool = True,
-    spread: Callable[[GPT], object] = lambda model: None,
+    config: RunConfig, corpus: Corpus, initial: bool = True, spread: Callable[[GPT], object] = lambda model: None
 ) -> Built:
     """The run that a configuration describes.
 
-    Args:
-        config: resolved.
-        corpus: from `build_corpus`.
-        initial: whether to load the weights of `config.init`; not if a checkpoint is loaded afterwards.
-        spread: called with the quantized model before the optimizer is built, to shard it over ranks.
+    `initial` says whether to load the weights of `config.init`: not if a checkpoint is loaded afterwards. `spread` is
+    called with the quantized model before the optimizer is built, to shard it over ranks.
     """
     require_affordable(config, corpus.vocab_size)
     init = Path(config.init) if config.init is not None and initial else None
@@ -81,13 +75,8 @@ def assemble(
 ) -> tuple[GPT, LowBitOptimizer]:
     """A model with the initial weights of the seed, stored in a format, and the optimizer over its parameters.
 
-    Args:
-        shape: of the model.
-        weights: format of the inner matrices; None and "fp32" leave the model as it is, "bf16" casts all of it.
-        optimizer: name of a class of `masterless`.
-        options: its keyword arguments, besides the seed.
-        seed: of the initial weights and the rounding.
-        prepare: called with the model before the optimizer is built.
+    `weights` is the format of the inner matrices (None and "fp32" leave the model as it is, "bf16" casts all of it),
+    `optimizer` the name of a class of `masterless` with its `options`; `prepare` is called before that is built.
     """
     model = GPT(shape, torch.Generator().manual_seed(seed))
     if weights == "bf16":

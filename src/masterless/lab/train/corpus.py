@@ -28,9 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from masterless.interop.files import FileError, open_regular, read_bytes
-
-from .limits import machine_memory
+from masterless.interop.files import FileError, machine_memory, open_regular, read_bytes
 
 END_OF_DOCUMENT = 0
 VALIDATION_SHARE = 0.08

@@ -4,7 +4,7 @@ Contract:
     * A run is identified by everything that can change its result (model, formats, options, settings, seed), not by
       its label. A result file never holds a run twice, and a run that is already there is not repeated.
     * Lines are appended as runs finish and flushed to disk: a study that is killed goes on where it was.
-    * One thread and one process a run, two runs side by side by default: on a small machine that is the most work an
+    * One thread and one process per run, two runs side by side by default: on a small machine that is the most work per
       hour, and the peak memory of a process is that of one run.
 """
 
@@ -28,11 +28,12 @@ from typing import Any
 import torch
 
 import masterless
+from masterless.interop.files import read_json_lines
 from masterless.lab.models import GPT, GPTConfig
 from masterless.lab.train.build import assemble, memory_of
 from masterless.lab.train.corpus import Corpus, stdlib_corpus, text_corpus
 from masterless.lab.train.loop import TrainSettings, train
-from masterless.lab.train.observe import Stalls, is_number, load_rows, peak_memory
+from masterless.lab.train.observe import Stalls, is_number, peak_memory
 from masterless.optim import LowBitOptimizer, NonFiniteGradientError
 from masterless.optim.base import LossyUpdateWarning
 
@@ -85,7 +86,7 @@ class Experiment:
 
 def load_results(path: Path) -> list[dict[str, Any]]:
     """The rows of a result file that a table can show: not those that are damaged or of an earlier version."""
-    return [row for row in load_rows(path) if _is_result(row)]
+    return [row for row in read_json_lines(path) if _is_result(row)]
 
 
 def _is_result(row: dict[str, Any]) -> bool:
@@ -167,7 +168,7 @@ def run_all(
     Raises:
         RuntimeError: a run failed; the ones that had finished are in the file.
     """
-    known = {row.get("id") for row in load_rows(path)}
+    known = {row.get("id") for row in read_json_lines(path)}
     todo: dict[str, Experiment] = {}
     for experiment in experiments:
         if experiment.identity not in known:
@@ -228,7 +229,7 @@ def _start(process: Any) -> None:
     # A blocked signal stays blocked in the child, and is only delayed here (an ignored one would be lost). Another
     # thread may still take it, so that its handler must not end the start half-way either.
     noted: list[int] = []
-    handlers = {n: signal.signal(n, lambda n, _: noted.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {n: signal.signal(n, lambda k, _: noted.append(k)) for n in (signal.SIGINT, signal.SIGTERM)}
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()

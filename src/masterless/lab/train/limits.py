@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from functools import cache
-from pathlib import Path
+from masterless.interop.files import machine_memory
 
 from .config import ConfigError, RunConfig
 
 _BLOCK = 50_000  # bytes of the Python objects of a transformer block, however narrow it is
-
-
-@cache
-def machine_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its container's."""
-    try:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # no POSIX system
-        return 1 << 36
-    try:
-        return min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no container, or "max"
-        return memory
 
 
 def parameter_count(config: RunConfig, vocab_size: int) -> int:

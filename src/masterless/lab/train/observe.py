@@ -10,7 +10,7 @@ from typing import Any
 
 from masterless.formats import parse
 from masterless.insight.monitor import Monitor
-from masterless.interop.files import open_regular, reason_of
+from masterless.interop.files import read_json_lines, reason_of
 from masterless.optim import LowBitOptimizer
 
 from .build import is_inner
@@ -77,29 +77,14 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def load_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines; an unfinished last line (a killed run) is left out."""
-    rows = []
-    if path.exists():
-        with open_regular(path) as file:
-            for line in file:
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(row, dict):
-                    rows.append(row)
-    return rows
-
-
 def load_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics; a damaged line, which no report can show, is left out."""
-    return [row for row in load_rows(path) if _is_metric(row)]
+    return [row for row in read_json_lines(path) if _is_metric(row)]
 
 
 def _is_metric(row: dict[str, Any]) -> bool:
     stalls = row.get("stalls", {})
-    if type(row.get("step")) is not int or not isinstance(stalls, dict):
+    if type(row.get("step")) is not int or not isinstance(stalls, dict) or not {"loss", "lr"} <= row.keys():
         return False
     numbers = [row.get(key, 0.0) for key in ("loss", "lr", "grad_norm", "validation_loss")]
     for entry in stalls.values():

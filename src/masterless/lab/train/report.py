@@ -76,12 +76,12 @@ def write_run_report(folder: Path) -> Path:
     loss = summary["validation_loss"]
     figures = [
         ("validation loss", "-" if loss is None else f"{loss:.4f}"),
-        ("bytes a parameter (fp32 AdamW: 12)", f"{summary['bytes_per_parameter']:.2f}"),
+        ("bytes per parameter (fp32 AdamW: 12)", f"{summary['bytes_per_parameter']:.2f}"),
         ("peak memory of the process", _size(summary["peak_bytes"])),
         ("steps", f"{summary['step']:,} of {summary['steps']:,}"),
     ]
     if summary.get("tokens_per_second"):
-        figures.append(("tokens a second", f"{summary['tokens_per_second']:,.0f}"))
+        figures.append(("tokens per second", f"{summary['tokens_per_second']:,.0f}"))
     if summary.get("stalled") is not None:
         figures.append(("averages stalled, last sample", f"{summary['stalled']:.0%}"))
     cards = [_card("Loss", "Nats per token; validation text is held out.", _loss_chart(rows))]
@@ -112,8 +112,8 @@ def write_comparison_report(
 
     Args:
         folder: where it goes.
-        rows: the result rows of `masterless.lab.train.experiment`, one a run.
-        table: one entry a label, as `masterless.lab.commands.compare` prints them.
+        rows: the result rows of `masterless.lab.train.experiment`, one per run.
+        table: one entry per label, as `masterless.lab.commands.compare` prints them.
         options: the configuration that all runs share.
         text: one line about the text.
     """
@@ -126,9 +126,9 @@ def write_comparison_report(
         _card(
             "Loss against bytes",
             "Lower and further left is better. Bytes of weight and both moments, scales included.",
-            scatter(marks, "bytes a parameter, measured", "validation loss"),
+            scatter(marks, "bytes per parameter, measured", "validation loss"),
         ),
-        _card("Memory", "Bytes a parameter of the inner matrices while they train.", _entry_bars(table)),
+        _card("Memory", "Bytes per parameter of the inner matrices while they train.", _entry_bars(table)),
         _card("Validation loss", "Mean over seeds.", line_chart(curves, "step", "nats per token")),
         _card("The last half", "The same curves, where they differ.", line_chart(late, "step", "nats per token")),
     ]
