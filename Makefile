@@ -39,6 +39,7 @@ bench: $(PEERS)            ## the step's speed against torch and other libraries
 
 study: setup               ## the studies behind the documentation's tables: hours, resumable at any kill
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[study]'
+	$(BIN)/python -m benchmarks.recipes run
 	$(BIN)/python benchmarks/study.py all
 	$(BIN)/python benchmarks/finetune_study.py
 	$(BIN)/python benchmarks/tasks_study.py

@@ -30,7 +30,8 @@ extern "C" {
 #define ML_SCALE_POLICIES(ITEM) ITEM(ML_HELD, held) ITEM(ML_RECOMPUTE, recompute) ITEM(ML_FROZEN, frozen)
 
 #define ML_ROUNDINGS(ITEM) \
-    ITEM(ML_NEAREST, nearest) ITEM(ML_STOCHASTIC, stochastic) ITEM(ML_STOCHASTIC_LOG, stochastic-log)
+    ITEM(ML_NEAREST, nearest) ITEM(ML_STOCHASTIC, stochastic) ITEM(ML_STOCHASTIC_LOG, stochastic-log) \
+    ITEM(ML_STOCHASTIC_VALUE, stochastic-value)
 
 #define ML_RULES(ITEM)                            \
     ITEM(ML_ADAM, adam)                           \
@@ -138,7 +139,7 @@ enum MlRule : int32_t { ML_RULES(ML_ENUMERATOR) };
     FIELD(double, adafactor_rate1)          /* likewise, of a momentum in units of the weight */    \
     FIELD(double, adafactor_min_rms)                                                                \
     FIELD(double, adafactor_clip_threshold)                                                         \
-    FIELD(int64_t, bad)              /* out: gradient elements (or their squares) not finite */
+    FIELD(int64_t, bad)              /* out: elements not finite, or not to be stored */
 
 #define ML_MEMBER(type, name) type name;
 struct MlStorage {

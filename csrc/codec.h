@@ -368,6 +368,8 @@ inline void encode(const MlStorage& s, int64_t cols, const Span& span, const flo
             encode_log<LogGrid, ML_NEAREST>(s, span, x, thresholds, blocks, codes);
         else if (s.rounding == ML_STOCHASTIC_LOG)
             encode_log<LogGrid, ML_STOCHASTIC_LOG>(s, span, x, thresholds, blocks, codes);
+        else if (s.rounding == ML_STOCHASTIC_VALUE)
+            encode_log<LogGrid, ML_STOCHASTIC_VALUE>(s, span, x, thresholds, blocks, codes);
         else if (s.bits == 2)
             encode_log<TwoBitLogGrid, ML_STOCHASTIC>(s, span, x, thresholds, blocks, codes);
         else

@@ -14,6 +14,21 @@ inline namespace MASTERLESS_ISA {
 
 constexpr int kStepUnit = 13;
 
+// Stochastic rounding: a number r float bits below the upper neighbour, of a step between neighbours, goes down with
+// probability r (linear - square r), which is s (1 + c - c s) in s = r / step; c is about tanh(ln(ratio)/8).
+struct LogCurve {
+    float linear, square;
+
+    explicit LogCurve(int32_t units) {
+        const float x = (float)units * 0x1.62e43p-14f, x2 = x * x;  // ln(2) / 8 over the units of an octave
+        float c = x * (x2 + 27.0f) / (x2 * 9.0f + 27.0f);
+        c = c < 1.0f ? c : 1.0f;
+        const float inverse = 1.0f / ((float)units * (float)(1 << kStepUnit));
+        linear = (c + 1.0f) * inverse;
+        square = c * inverse * inverse;
+    }
+};
+
 struct LogBlock {
     int32_t top = 0;   // float bits
     int32_t step = 1;  // units of 2^13 float bits
@@ -159,6 +174,7 @@ class LogGrid : public LogCodes {
           step_(splat(block.step << kStepUnit)),
           units_(splat((uint32_t)block.step)),
           reciprocal_(splat(1.0f / (float)block.step)),
+          curve_(block.step),
           is_extreme_((block.top >> kStepUnit) <= (block.step << bits) || block.top == (int32_t)kBf16Max) {}
 
     template <int kRounding>
@@ -170,6 +186,12 @@ class LogGrid : public LogCodes {
             code = steps_in((vu)depth + (units_ << (kStepUnit - 1)));
         } else if (kRounding == ML_STOCHASTIC_LOG) {
             code = steps_in((vu)depth + ((dither(threshold) * units_) >> 3));  // u * step / 2^16
+        } else if (kRounding == ML_STOCHASTIC) {
+            code = steps_in((vu)depth);
+            const vf rest = to_float(depth - (vi)((vu)code * (vu)step_));
+            vi down = rest * (curve_.linear - curve_.square * rest) > threshold;
+            if (is_extreme_) down |= bits(x) == 1;  // where levels end at the smallest float, that is one of them
+            code = select(down, code + 1, code);
         } else {
             code = steps_in((vu)depth);
             vi upper_bits = below_top(code), lower_bits = upper_bits - step_;
@@ -199,33 +221,34 @@ class LogGrid : public LogCodes {
     vi top_, floor_, step_;
     vu units_;
     vf reciprocal_;
+    LogCurve curve_;
     bool is_extreme_;  // some code's level would not be positive, or a number may exceed the top
 };
 
-// The unbiased rounding of two-bit codes, where two comparisons find the interval: same result, fewer operations.
+// The same for two-bit codes, where two comparisons find the interval: same result, fewer operations.
 class TwoBitLogGrid : public LogCodes {
   public:
-    TwoBitLogGrid(const LogBlock& block, int bits) : LogCodes(block, bits) {
-        const vi top = splat(block.top), step = splat(block.step << kStepUnit), floor = splat(block.top > 0 ? 1 : 0);
-        const vi upper = top - (lane_numbers() & 3) * step;
-        lower_ = from_bits(max(upper - step, floor));
-        gap_ = from_bits(max(upper, floor)) - lower_;
-        second_ = top - step;
-        third_ = second_ - step;
-    }
+    TwoBitLogGrid(const LogBlock& block, int bits)
+        : LogCodes(block, bits), step_(splat(block.step << kStepUnit)), second_(block.top - step_),
+          third_(second_ - step_), uppers_(from_bits(block.top - (lane_numbers() & 3) * step_)), curve_(block.step),
+          is_extreme_(third_[0] <= block.step << kStepUnit) {}
 
     template <int kRounding>
     vi encode(vf x, vf threshold) const {
         static_assert(kRounding == ML_STOCHASTIC, "the other roundings are LogGrid's");
         const vi interval = select(bits(x) <= third_, splat(2), select(bits(x) <= second_, splat(1), vi{}));
-        // Below the lowest level this always holds: code 3.
-        const vi down = x - lookup(lower_, interval) <= threshold * lookup(gap_, interval);
+        // Below the lowest level everything goes down: code 3.
+        const vf rest = to_float(min(bits(lookup(uppers_, interval)) - bits(x), step_));
+        vi down = rest * (curve_.linear - curve_.square * rest) > threshold;
+        if (is_extreme_) down |= bits(x) == 1;
         return select(down, interval + 1, interval);
     }
 
   private:
-    vf lower_, gap_;       // of the interval under a code
-    vi second_, third_;  // float bits of the uppermost numbers of these intervals
+    vi step_, second_, third_;  // float bits: of a step, and of the uppermost numbers of the second and third interval
+    vf uppers_;                 // of the intervals
+    LogCurve curve_;
+    bool is_extreme_;  // the lowest level may be the smallest float
 };
 
 }  // namespace MASTERLESS_ISA

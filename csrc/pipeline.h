@@ -1,11 +1,14 @@
 // The step of one parameter, span by span: decode, rule, round the weight, inject the error, encode.
 //
 // Contract, as in `reference.py`:
-//   * A tile (whole chunks and whole blocks of a row) with a gradient that is not finite keeps every byte it had.
+//   * A tile (whole chunks and whole blocks of a row) with a gradient that is not finite, or a target or moment that
+//     cannot be stored, keeps every byte it had.
 //   * A tile normally fits into the buffers and is read once. A row that is one tile and longer than a buffer is walked
 //     several times instead: to know its scales first, then to store it. The result is the same.
 //   * Working memory is `Workspace`, one a thread, whatever the size of the parameter.
 #pragma once
+
+#include <cmath>
 
 #include "codec.h"
 #include "rules.h"
@@ -49,7 +52,7 @@ class Pipeline {
     Pipeline(MlTask& task, Workspace& work, const Metadata* weight_scale, const float* mean_rows)
         : t_(task), b_(work), weight_scale_(weight_scale), mean_rows_(mean_rows),
           has_first_(task.first.kind != ML_NONE), inject_(task.inject_error && task.first.kind != ML_NONE),
-          stores_weight_(task.scale_policy != ML_FROZEN), stores_first_(has_first_ && !keeps_first(task)),
+          reach_(reach(inject_, task.inject)), stores_weight_(task.scale_policy != ML_FROZEN), stores_first_(has_first_ && !keeps_first(task)),
           rule_(rule_function(task)), weight_draw_(draw(task.weight, work.weight_thresholds)),
           first_draw_(draw(task.first, work.first_thresholds)),
           second_draw_(draw(task.second, work.second_thresholds)) {}
@@ -65,12 +68,12 @@ class Pipeline {
     int64_t step(int64_t row, int64_t col, int64_t n) {
         if (n > kMaxSpan) return step_long(row, col, n);
         const Span s = span(row, col, n);
-        if (load_gradient(s)) {
-            target(s, n % kLanes == 0);
+        const bool finite = load_gradient(s);
+        if (finite && target(s)) {
             finish(s, Known{weight_scale_});
             return 0;
         }
-        if (n <= t_.tile) return count_bad(s.n);
+        if (n <= t_.tile) return finite ? count_unstorable(s.n) : count_bad(s.n);
         int64_t bad = 0;
         for (int64_t e = 0; e < n; e += t_.tile) bad += step(row, col + e, n - e < t_.tile ? n - e : t_.tile);
         return bad;
@@ -104,27 +107,36 @@ class Pipeline {
         return bad;
     }
 
-    const float* gradient() const { return g_; }
-
-    void decode_weight(const Span& s) {
-        w_ = b_.w;
-        decode(t_.weight, t_.cols, s, b_.codes(), b_.w);
+    // Elements whose target or moments, as they are in the buffers, cannot be stored.
+    int64_t count_unstorable(int n) const {
+        const bool second = t_.second.kind != ML_NONE && t_.second.kind != ML_FACTORED;
+        int64_t bad = 0;
+        for (int e = 0; e < n; ++e) {
+            const bool fits = std::fabs(b_.w[e]) * reach_ <= kLargest && !(has_first_ && !(std::fabs(b_.m[e]) <= kLargest));
+            bad += !(fits && !(second && !(std::fabs(b_.v[e]) <= kLargest)));
+        }
+        return bad;
     }
 
-    // From the loaded gradient: buffer w becomes the target W~, m and v the new moments. With `in_place` a plain fp32
-    // weight is its own buffer.
-    void target(const Span& s, bool in_place = false) {
-        if (in_place && t_.weight.kind == ML_FLOAT32 && stores_weight_)
-            w_ = (float*)t_.weight.values + s.row * t_.cols + s.col;
+    const float* gradient() const { return g_; }
+
+    void decode_weight(const Span& s) { decode(t_.weight, t_.cols, s, b_.codes(), b_.w); }
+
+    // From the loaded gradient: buffer w becomes the target W~, m and v the new moments. False if one cannot be stored.
+    bool target(const Span& s) {
+        const float* old_w = b_.w;
+        if (t_.weight.kind == ML_FLOAT32 && s.n % kLanes == 0)  // is read where it lies
+            old_w = (const float*)t_.weight.values + s.row * t_.cols + s.col;
         else
             decode_weight(s);
         if (has_first_) decode(t_.first, t_.cols, s, b_.codes(), b_.m);
         decode_second(s);
-        const TileBuffers buffers{g_, w_, b_.m, b_.v, weight_draw_, first_draw_, second_draw_,
+        const TileBuffers buffers{g_, old_w, b_.w, b_.m, b_.v, weight_draw_, first_draw_, second_draw_,
                                   after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, kLanes), after(s, t_.weight, kLanes),
                                   after(s, t_.first, kChunk), after(s, t_.second, kChunk)};
-        rule_(t_, s.n, s.chunk, buffers);
+        const Peaks peaks = rule_(t_, s.n, s.chunk, buffers);
         for (int e = s.n; e % kLanes; ++e) b_.w[e] = b_.m[e] = b_.v[e] = 0.0f;
+        return from_bits(peaks.target) * reach_ <= kLargest && peaks.moment <= bits(kLargest);
     }
 
     void decode_second(const Span& s) {
@@ -135,6 +147,14 @@ class Pipeline {
     }
 
   private:
+    static constexpr float kLargest = 0x1p126f;  // `tile.LARGEST` of the specification
+
+    // What an error of rounding may grow to in the first moment, over the largest target.
+    static float reach(bool injects, float inject) {
+        const float reached = injects ? 4.0f * std::fabs(inject) : 1.0f;
+        return reached > 1.0f ? reached : 1.0f;
+    }
+
     bool note_largest(vi float_bits) {
         largest_ = (uint32_t)horizontal_max(float_bits);
         return largest_ <= kLargestRoot;
@@ -190,7 +210,7 @@ class Pipeline {
         const MlStorage& weight = t_.weight;
         const Metadata* blocks = known ? known : weight_blocks(s);
         const Injection inject = inject_ ? Injection{b_.m, splat(t_.inject)} : Injection{};
-        encode(weight, t_.cols, s, w_, weight_draw_.thresholds, blocks, b_.codes(), inject, dry);
+        encode(weight, t_.cols, s, b_.w, weight_draw_.thresholds, blocks, b_.codes(), inject, dry);
         if (is_scaled(weight) && !known) {
             const int64_t first = metadata_index(weight, s);
             for_each_block(s, weight.block, [&](int, int, int k) { write_metadata(weight, first + k, blocks[k]); });
@@ -241,7 +261,11 @@ class Pipeline {
         Known known{weight_scale_};
         if (!known.weight && is_long(t_.weight)) {
             Summary summary(t_.weight, n);
-            for_each_part(row, col, n, [&](const Span& s) { retarget(s), summary.add(b_.w, s.n); });
+            for_each_part(row, col, n, [&](const Span& s) {
+                bad += retarget(s) ? 0 : count_unstorable(s.n);
+                summary.add(b_.w, s.n);
+            });
+            if (bad) return bad;
             const float held = read_scale(t_.weight, row * t_.weight.blocks_per_row);
             weight.scale = next_scale(t_.weight, t_.scale_policy, summary.largest(), held);
             known.weight = &weight;
@@ -249,11 +273,13 @@ class Pipeline {
         if (is_long(t_.first) || is_long(t_.second)) {
             Summary of_first(t_.first, n), of_second(t_.second, n);
             for_each_part(row, col, n, [&](const Span& s) {
-                retarget(s);
+                bad += retarget(s) ? 0 : count_unstorable(s.n);
+                if (bad) return;
                 round_weight_dry(s, known.weight);
                 if (is_long(t_.first)) of_first.add(b_.m, s.n);
                 if (is_long(t_.second)) of_second.add(b_.v, s.n);
             });
+            if (bad) return bad;
             if (is_long(t_.first)) first = of_first.fresh(), known.first = &first;
             if (is_long(t_.second)) second = of_second.fresh(), known.second = &second;
         }
@@ -265,9 +291,9 @@ class Pipeline {
         return 0;
     }
 
-    void retarget(const Span& s) {
+    bool retarget(const Span& s) {
         load_gradient(s);
-        target(s);
+        return target(s);
     }
 
     void round_weight_dry(const Span& s, const Metadata* known) {
@@ -276,12 +302,13 @@ class Pipeline {
 
     MlTask& t_;
     Workspace& b_;
-    const float* g_ = nullptr;  // the loaded gradient and the weight: in the workspace, or where they are stored
-    float* w_ = nullptr;
+    const float* g_ = nullptr;  // the loaded gradient: in the workspace, or where it is stored
     uint32_t largest_ = 0;  // float bits of the loaded gradient's largest magnitude
     const Metadata* weight_scale_;
     const float* mean_rows_;
-    const bool has_first_, inject_, stores_weight_, stores_first_;
+    const bool has_first_, inject_;
+    const float reach_;
+    const bool stores_weight_, stores_first_;
     const RuleFunction rule_;
     const Draw weight_draw_, first_draw_, second_draw_;
 };

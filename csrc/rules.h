@@ -36,6 +36,11 @@ struct Update {
     vf first, second, direction, denominator;
 };
 
+// What a rule divides by is not negative; where it is zero nothing moves.
+inline vf quotient(vf numerator, vf denominator) {
+    return select(denominator > 0.0f, numerator / denominator, vf{});
+}
+
 inline vf ema(vf m, vf g, const Scalars& c) { return m + (g - m) * c.rate1; }
 
 inline vf sign(vf x) { return select(x > 0.0f, splat(1.0f), select(x < 0.0f, splat(-1.0f), vf{})); }
@@ -57,7 +62,7 @@ struct AdamUpdateUnits {
     template <bool kFirst> static constexpr bool has_denominator() { return false; }
     template <bool kFirst> static Update step(vf g, vf u, const SecondMoment& second_moment, const Scalars& c) {
         const vf v = second_moment(g * g);
-        const vf normalised = g / (sqrt(v) * c.bias2 + c.eps);
+        const vf normalised = quotient(g, sqrt(v) * c.bias2 + c.eps);
         u = kFirst ? ema(u, normalised, c) : normalised;
         return {u, v, u, vf{}};
     }
@@ -71,7 +76,7 @@ struct AdamWeightUnits {
         const vf v = second_moment(g * g);
         const vf d = sqrt(v) * c.bias2 + c.eps;
         if (!kFirst) return {vf{}, v, g, d};
-        u = u * c.keep1 + (g / d) * c.rate1;
+        u = u * c.keep1 + quotient(g, d) * c.rate1;
         return {u, v, u, vf{}};
     }
 };
@@ -96,7 +101,7 @@ struct RmsProp {
         const vf v = second_moment(g * g);
         const vf d = sqrt(v) + c.eps;
         if (!kFirst) return {vf{}, v, g, d};
-        buf = buf * c.keep1 + (g / d) * c.rate1;
+        buf = buf * c.keep1 + quotient(g, d) * c.rate1;
         return {buf, v, buf, vf{}};
     }
 };
@@ -131,7 +136,7 @@ struct Adafactor {
         const vf v = second_moment(g * g);
         const vf d = max(sqrt(v), c.eps);
         if (!kFirst) return {vf{}, v, g, d};
-        m = ema(m, (g / d) * c.clip, c);
+        m = ema(m, quotient(g, d) * c.clip, c);
         return {m, v, m, vf{}};
     }
 };
@@ -144,7 +149,7 @@ struct AdafactorWeightUnits {
         const vf v = second_moment(g * g);
         const vf d = max(sqrt(v), c.eps);
         if (!kFirst) return {vf{}, v, g, d};
-        u = u * c.keep1 + (g / d) * c.rate1;
+        u = u * c.keep1 + quotient(g, d) * c.rate1;
         return {u, v, u, vf{}};
     }
 };
@@ -173,16 +178,22 @@ struct Upcoming {
 };
 
 struct TileBuffers {
-    const float* g;
+    const float *g, *old_w;
     float *w, *m, *v;
     Draw weight, first, second;
     Upcoming next_gradient, next_weight, next_first, next_second;
 };
 
-// One rule over a span: w becomes the target W~, m and v the new moments.
+// The largest magnitudes of a span's targets and of the moments that are stored, as float bits, which puts infinity and
+// NaN above the numbers.
+struct Peaks {
+    uint32_t target, moment;
+};
+
+// One rule over a span: w becomes the target W~ of old_w, m and v the new moments.
 // The random numbers of the span are drawn along the way, for a rule mostly waits for division and square root.
 template <class Rule, bool kFirst, bool kFactored>
-void apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& buffers) {
+Peaks apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& buffers) {
     const TileBuffers b = buffers;  // a copy, which no store below can change
     const Scalars c(task);
     const float sign = task.maximize ? -1.0f : 1.0f;
@@ -190,6 +201,7 @@ void apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& bu
     constexpr bool kDenominator = Rule::template has_denominator<kFirst>();
     Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight, next_first = b.next_first,
              next_second = b.next_second;
+    vi targets{}, moments{};
     for (int start = 0; start < n; start += kChunk, ++chunk) {
         ChunkRandom weight_random(b.weight.key, chunk), first_random(b.first.key, chunk),
             second_random(b.second.key, chunk);
@@ -199,22 +211,26 @@ void apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& bu
         for (int e = start; e < stop; e += kLanes) {
             next_gradient.ask_for_more();
             next_weight.ask_for_more();
-            const vf w = load<vf>(b.w + e);
+            const vf w = load<vf>(b.old_w + e);
             const vf g = descent_gradient(load<vf>(b.g + e), w, sign, has_l2, c.l2);
             const SecondMoment second{Rule::kSecond ? load<vf>(b.v + e) : vf{}, kFactored, c};
             const Update u = Rule::template step<kFirst>(g, kFirst ? load<vf>(b.m + e) : vf{}, second, c);
-            const vf moved = kDenominator ? u.direction / u.denominator : u.direction;
-            store(b.w + e, w * c.decay - moved * c.step_size);
-            if (kFirst) store(b.m + e, u.first);
+            const vf moved = kDenominator ? quotient(u.direction, u.denominator) : u.direction;
+            const vf target = w * c.decay - moved * c.step_size;
+            store(b.w + e, target);
+            targets = max(targets, bits(magnitude(target)));
+            if (kFirst) store(b.m + e, u.first), moments = max(moments, bits(magnitude(u.first)));
             if (Rule::kSecond) store(b.v + e, u.second);
+            if (Rule::kSecond && !kFactored) moments = max(moments, bits(magnitude(u.second)));
             if (b.weight.thresholds) store(b.weight.thresholds + e, threshold(weight_random.next()));
             if (b.first.thresholds) store(b.first.thresholds + e, threshold(first_random.next()));
             if (b.second.thresholds) store(b.second.thresholds + e, threshold(second_random.next()));
         }
     }
+    return {(uint32_t)horizontal_max(targets), (uint32_t)horizontal_max(moments)};
 }
 
-using RuleFunction = void (*)(const MlTask&, int, uint64_t, const TileBuffers&);
+using RuleFunction = Peaks (*)(const MlTask&, int, uint64_t, const TileBuffers&);
 
 template <class Rule, bool kFirst>
 RuleFunction choose(bool factored) {

@@ -94,6 +94,9 @@ struct SumUnit {
     double whole(double x) const { return (x * inverse + 0x1p52) - 0x1p52; }
 };
 
+// An average of finite numbers is finite; its rounding need not be.
+inline float finite(float average) { return average < 0x1.fffffep127f ? average : 0x1.fffffep127f; }
+
 inline double square(float x) { return (double)x * (double)x; }
 
 inline double sum_of_squares(const float* x, int n, const SumUnit& unit) {
@@ -120,6 +123,21 @@ inline const float* load_squarable(const MlTask& t, Pipeline& p, Workspace& work
     return work.g;
 }
 
+// Elements of the gradient that are not finite, or whose squares are not, also with weight decay.
+inline int64_t count_not_squarable(const MlTask& t, Pipeline& p, Workspace& work, const Span& s) {
+    const bool finite = p.load_gradient(s);
+    if (!t.has_l2) return finite ? 0 : p.count_bad(s.n);
+    p.decode_weight(s);
+    const float sign = t.maximize ? -1.0f : 1.0f;
+    const auto is_bad = [](float g) { return (bits(g) & 0x7FFFFFFFu) > Pipeline::kLargestRoot; };
+    int64_t bad = 0;
+    for (int e = 0; e < s.n; e += kLanes) {
+        const vf g = load<vf>(p.gradient() + e), whole = descent_gradient(g, load<vf>(work.w + e), sign, true, splat(t.l2));
+        for (int i = 0; i < kLanes && e + i < s.n; ++i) bad += is_bad(g[i]) || is_bad(whole[i]);
+    }
+    return bad;
+}
+
 // Buffer g becomes Adafactor's update before clipping, buffer w the weight.
 inline void load_adafactor_update(const MlTask& t, Pipeline& p, Workspace& work, const Span& s) {
     const float* const g = load_squarable(t, p, work, s);
@@ -129,7 +147,7 @@ inline void load_adafactor_update(const MlTask& t, Pipeline& p, Workspace& work,
     for (int e = 0; e < s.n; e += kLanes) {
         const SecondMoment second{load<vf>(work.v + e), t.second.kind == ML_FACTORED, c};
         const Update u = Adafactor::step<false>(load<vf>(g + e), vf{}, second, c);
-        store(work.g + e, u.direction / u.denominator);
+        store(work.g + e, quotient(u.direction, u.denominator));
     }
     for (int e = s.n; e % kLanes; ++e) work.g[e] = 0.0f;
 }
@@ -188,7 +206,7 @@ inline void count_bad(Statistics& x, int64_t item, Workspace& work) {
 inline void survey(Statistics& x, int64_t item, Workspace& work) {
     if (!x.needed()) return count_bad(x, item, work);
     x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
-        if (!p.load_gradient(s)) x.bad += p.count_bad(s.n);
+        x.bad += count_not_squarable(*x.task, p, work, s);
         if (x.factored()) {
             const float peak = x.task->has_l2 ? absmax(load_squarable(*x.task, p, work, s), s.n) : p.gradient_peak();
             x.gradient_peak[(size_t)(s.row / x.task->matrix_rows)].raise(peak);
@@ -213,7 +231,7 @@ inline void factored_rows(Statistics& x, int64_t item, Workspace& work) {
         sum = (s.col == 0 ? 0.0 : sum) + sum_of_squares(load_squarable(t, p, work, s), s.n, unit);
         if (s.col + s.n < t.cols) return;
         float& row = t.second.row[s.row];
-        row = row * t.keep2 + (float)(sum * unit.unit / (double)t.cols) * t.rate2;
+        row = finite(row * t.keep2 + (float)(sum * unit.unit / (double)t.cols) * t.rate2);
     });
 }
 
@@ -233,7 +251,7 @@ inline void factored_columns(Statistics& x, int64_t item, Workspace& work) {
     }
     float* out = t.second.col + matrix * t.cols + col;
     for (int e = 0; e < n; ++e)
-        out[e] = out[e] * t.keep2 + (float)(sums[e] * unit.unit / (double)t.matrix_rows) * t.rate2;
+        out[e] = finite(out[e] * t.keep2 + (float)(sums[e] * unit.unit / (double)t.matrix_rows) * t.rate2);
 }
 
 inline int64_t matrix_items(const Statistics& x) { return x.matrices; }
@@ -285,7 +303,7 @@ inline void adafactor_close(Statistics& x) {
 inline void target_peak(Statistics& x, int64_t item, Workspace& work) {
     x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
         p.load_gradient(s);
-        p.target(s);
+        if (!p.target(s)) x.bad += p.count_unstorable(s.n);
         x.target_peak.raise(absmax(work.w, s.n));
     });
 }

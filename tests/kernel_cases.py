@@ -77,6 +77,7 @@ class Case:
     weight_decay: float = 0.1
     lr: float = 0.01
     weight_size: float = 0.05
+    no_eps: bool = False
     first_row: int = 0
     seed: int = 0
     steps: int = 3
@@ -128,9 +129,11 @@ def build(case: Case) -> Task:
     """The task of the first step, over freshly initialised storage."""
     generator = case.generator()
     weight = Storage.zeros(parse(case.weight), case.shape)
-    weight.encode_(torch.randn(case.shape, generator=generator) * case.weight_size)
+    weight.encode_((torch.randn(case.shape, generator=generator) * case.weight_size).clamp(-3e38, 3e38))
     second, rule = _second(case), RULES[case.rule]
     group = {"lr": case.lr, "weight_decay": case.weight_decay, **GROUPS[case.rule]}
+    if case.no_eps:
+        group["eps"] = (0.0, 1e-3) if "beta1" in group else 0.0
     if case.first == "none":
         group |= {"betas": (0.0, 0.99), "momentum": 0.0, "beta1": 0.0, "nesterov": False}
     return Task(
@@ -198,7 +201,8 @@ def step_on_the_kernel(tasks: Sequence[Task]) -> list[int]:
     """Performs the tasks on the compiled kernel; returns the counts of bad gradient elements."""
     cpu = CpuBackend()
     assert [cpu.refusal(task) for task in tasks] == [""] * len(tasks)
-    return cpu.step(cpu.prepare(tasks), turn_of(tasks)).bad.tolist()
+    with np.errstate(over="ignore"):  # scalars beyond fp32, which an optimizer refuses
+        return cpu.step(cpu.prepare(tasks), turn_of(tasks)).bad.tolist()
 
 
 def check(cases: Sequence[Case]) -> None:
@@ -246,4 +250,16 @@ def random_case(rng: random.Random) -> Case:
         weight_size=rng.choice([0.05, 0.05, 1e-25, 1e25]),
         first_row=rng.choice([0, 7]),
         seed=rng.randrange(1000),
+    )
+
+
+def hostile_case(rng: random.Random) -> Case:
+    """As `random_case`, with learning rates, denominators and weights that make huge or non-finite results."""
+    return replace(
+        random_case(rng),
+        lr=rng.choice([0.01, 1e10, 1e30, 1e38, 3e38, float("inf"), float("nan")]),
+        no_eps=rng.random() < 0.5,
+        weight_size=rng.choice([0.05, 1e-38, 1e30, 1e37, 1e38]),
+        gradients=rng.choice(["normal", "sparse", "zeros", "tiny", "huge", "mixed", "nan"]),
+        steps=2,
     )

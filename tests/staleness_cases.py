@@ -95,5 +95,5 @@ def log_levels(step: int, k: torch.Tensor) -> tuple[torch.Tensor, dict[str, torc
 
 def log_codes(x: torch.Tensor, metadata: dict[str, torch.Tensor], key: int | None = None) -> torch.Tensor:
     u = None if key is None else dither(key, *x.shape)
-    stored = codec.encode_log(x, metadata, parse("log8"), u, log_dither=True)
+    stored = codec.encode_log(x, metadata, parse("log8"), u, rounding="stochastic-log")
     return codec.unpack(stored["codes"], x.shape[1], 8)

@@ -139,6 +139,13 @@ def test_random_cases(seed):
     check([kernel_cases.random_case(rng) for _ in range(14)])
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_hostile_cases(seed):
+    """Targets and moments that are not finite, or too large: the same tiles stay, byte for byte, and are counted."""
+    rng = random.Random(1000 + seed)
+    check([kernel_cases.hostile_case(rng) for _ in range(14)])
+
+
 def test_many_steps():
     check([Case(weight=w, first="int4", second="log2", steps=25) for w in ("int4", "fp8", "int4+4", "fp32")])
 
@@ -262,7 +269,10 @@ def test_description_and_memory_of_a_thread():
 
 @pytest.mark.parametrize("isa", ["portable", "avx2"])
 def test_every_instruction_set_agrees(isa):
-    code = "import random, kernel_cases as k; r = random.Random(99); k.check([k.random_case(r) for _ in range(40)])"
+    code = (
+        "import random, kernel_cases as k; r = random.Random(99); k.check([k.random_case(r) for _ in range(40)]); "
+        "k.check([k.hostile_case(r) for _ in range(40)])"
+    )
     paths = [str(Path(__file__).parent), *sys.path]
     environment = {**os.environ, "MASTERLESS_ISA": isa, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=200)

@@ -234,5 +234,5 @@ def test_thresholds_are_exact_and_never_zero_or_one():
 def test_rounding_names():
     for rounding in ROUNDINGS:
         check_rounding(rounding)
-    with pytest.raises(ValueError, match="'up'; choose one of nearest, stochastic, stochastic-log"):
+    with pytest.raises(ValueError, match="'up'; choose one of nearest, stochastic, stochastic-log, stochastic-value"):
         check_rounding("up")

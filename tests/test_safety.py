@@ -245,7 +245,7 @@ def test_a_sign_flip_of_the_largest_gradient_keeps_everything_finite(name):
 # --- coordinates without gradient -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "nearest", "stochastic-log"])
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest", "stochastic-log", "stochastic-value"])
 @pytest.mark.parametrize("name", [n for n in CONFIGURATIONS if "L2" not in n])
 def test_a_coordinate_without_gradient_never_moves_and_has_an_exactly_zero_state(name, rounding):
     silent = torch.zeros(ROWS, COLS, dtype=torch.bool)

@@ -20,10 +20,12 @@ from masterless.optim import (
 from masterless.optim.backward import step_in_backward
 from masterless.optim.presets import PRESETS, prepare
 from masterless.step import staleness
+from masterless.tensor.calibrate import calibrate_
 from masterless.tensor.quantize import dequantize_, quantize_
 from masterless.tensor.quantized import QuantizedTensor
 
 from masterless.integrations.averaging import AveragedModel  # isort: skip  (registers itself with `quantize_`)
+from masterless.integrations.export import export  # isort: skip
 
 __version__ = "0.1.0"
 
@@ -44,7 +46,9 @@ __all__ = [
     "QuantizedTensor",
     "RMSprop",
     "beta_for_bits",
+    "calibrate_",
     "dequantize_",
+    "export",
     "memory",
     "parse_format",
     "prepare",

@@ -45,6 +45,7 @@ def main() -> None:
     attempt("broken on one rank", flags={**flags, "data": [str(text if RANK else folder / "none")]}, out=out)
     dist.barrier()
     note("nothing is left", str(out.exists()))
+    dist.barrier()  # the next one makes the folder
     attempt("good", flags=flags, out=out)
     attempt("again", flags=flags, out=out)
     if RANK == 0:

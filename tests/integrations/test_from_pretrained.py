@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 
 import pytest
 import torch
@@ -104,6 +105,16 @@ def test_the_checkpoint_file_is_not_held_in_memory(tmp_path):
         for name, p in model.named_parameters():
             for tensor in p.stored.tensors.values() if isinstance(p, ml.QuantizedTensor) else [p]:
                 assert not any(start <= tensor.data_ptr() < stop for start, stop in inside), name
+
+
+def test_a_preset_for_pretraining_warns_on_a_pretrained_model(tmp_path):
+    llama().save_pretrained(tmp_path)
+    with pytest.warns(ml.LossyUpdateWarning, match=r"'1-byte-int4' is for training from scratch.*1\.3-byte-int4"):
+        ml.prepare(reload(tmp_path), "1-byte-int4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ml.prepare(reload(tmp_path), "1.3-byte-int4")
+        ml.prepare(llama(), "1-byte-int4")
 
 
 def test_a_dequantized_model_is_an_ordinary_one(tmp_path):

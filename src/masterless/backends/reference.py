@@ -41,8 +41,8 @@ class ReferenceBackend:
         tasks = [at(task, turn, i) for i, task in enumerate(prepared)]
         bad = np.array([count_bad(task) for task in tasks], dtype=np.int64)
         moves = not only_survey and not bool((bad * np.asarray(turn.must_be_finite)).any())
-        for task in tasks if moves else ():
-            step(task)
+        for i, task in enumerate(tasks if moves else ()):
+            bad[i] += step(task)
         return Outcome(bad, moves)
 
     def decode(self, storage: Storage, dtype: torch.dtype, visible: bool = True) -> Tensor:
@@ -65,24 +65,32 @@ def _rows_of(task: Task) -> Tensor:
 def count_bad(task: Task) -> int:
     """Elements of this process's gradient that are not finite, or whose square is not."""
     grad = _rows_of(task)
-    return sum(int(tile.bad_elements(grad[a:b]).sum()) for a, b in statistics.slabs(*grad.shape))
+    return sum(int(statistics.bad_rows(task, grad, a, b).sum()) for a, b in statistics.slabs(*grad.shape))
 
 
-def step(task: Task) -> None:
-    """As `reference.step`, in slabs, and together with the ranks that hold other parts of the parameter."""
+def step(task: Task) -> int:
+    """As `reference.step`, in slabs, and together with the ranks that hold other parts of the parameter.
+
+    Returns how many elements could not be stored, though their gradients are finite.
+    """
     grad = _rows_of(task)
     if not grad.numel() and not task.sharded:  # an empty shard still takes part in what the others agree on
-        return
+        return 0
     if task.indivisible and task.ranks.any(count_bad(task) > 0):
-        return
-    agreed = None
-    if task.first_col is not None:
-        agreed = task.ranks.whole_chunks(tile.bad_elements(grad), task.first_col)
+        return 0
     known = statistics.collect(task, grad)
+    if known.unstorable:
+        return known.unstorable
+    agreed, count = None, 0
+    if task.first_col is not None:
+        bad = tile.bad_elements(grad)
+        unstorable = statistics.advance_rows(task, known, torch.where(bad, 0.0, grad), 0, grad.shape[0])[2]
+        agreed, count = task.ranks.whole_chunks(bad | unstorable, task.first_col), int(unstorable.sum())
     for a, b in statistics.slabs(*grad.shape):
         bad = tile.bad_elements(grad[a:b]) if agreed is None else agreed
-        reference.step_rows(task, known, grad[a:b], bad, a, b)
+        count += reference.step_rows(task, known, grad[a:b], bad, a, b)
     reference.finish(task, known)
+    return count
 
 
 dispatch.register(dispatch.REFERENCE, ReferenceBackend())

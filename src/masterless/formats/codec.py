@@ -17,8 +17,11 @@ Contract:
       found cheaply: of the minima of the block's eight interleaved lanes the largest (2 bits), a middle one
       (3, 4 bits) or the smallest (8 bits). Below it everything is raised to it. If the block holds exact zeros
       the last code means zero (the upper bit of
-      ``step`` says so). "stochastic-log" dithers the code uniformly (SOLO's), "stochastic" is unbiased
-      in value, "nearest" is nearest in log.
+      ``step`` says so). "nearest" is nearest in log. "stochastic" is made for what an update uses, 1/sqrt(v): with s
+      the position below the upper neighbour in units of the step, it goes down with probability
+      ``s (1 + c - c s)``, c = tanh(ln(R)/8) for neighbours of ratio R, so that a slow average has the right mean of
+      1/sqrt(v) (`docs/states.md`). To be measured against: "stochastic-value" is unbiased in v itself,
+      "stochastic-log" in the code (SOLO's).
     * A block of zeros decodes to zeros. Finite numbers decode to finite numbers. An unsigned format never
       turns a positive number into zero. Non-finite input is the caller's to keep away.
 """
@@ -42,6 +45,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 # its product with a level of up to 10 bits is exact.
 _SCALE_LOW_BITS = {"bf16": 0xFFFF, "fp32": 0x3FF, "pow2": 0x7FFFFF}
 LOG_STEP_UNIT = 13  # log2 of the unit of a log block's step, in float bits
+_LOG_CURVE = float.fromhex("0x1.62e43p-14")  # ln(2) / 8 over the units of an octave
 _LOG_ZERO_FLAG = 0x8000
 _LOG_STEP_MAX = 0x7FFF
 _LOG_LANES = 8
@@ -225,21 +229,35 @@ def _log_bits(top: Tensor, code: Tensor, step: Tensor) -> Tensor:
     return torch.maximum(top - code * step, (top > 0).to(torch.int64))
 
 
-def encode_log(x: Tensor, metadata: Parts, format: Format, u: Tensor | None, log_dither: bool) -> Parts:
-    """Codes of non-negative values under given block metadata."""
+def log_curve(step: Tensor) -> Tensor:
+    """The c of stochastic rounding between levels a `step` of float bits apart: about tanh(ln(R)/8), fp32."""
+    x = (step >> LOG_STEP_UNIT).to(torch.float32) * _LOG_CURVE
+    square = x * x
+    return (x * (square + 27.0) / (square * 9.0 + 27.0)).clamp(max=1.0)
+
+
+def encode_log(x: Tensor, metadata: Parts, format: Format, u: Tensor | None, rounding: str = "stochastic") -> Parts:
+    """Codes of non-negative values under given block metadata; without random bits `u` the nearest."""
     top, step, flag = _spread_log_metadata(metadata, x.shape[1], format)
     bits = float_bits(x)
     depth = (top - bits).clamp(min=0)
     last = 2**format.bits - 1 - flag.to(torch.int64)  # the code of the lowest positive level
     if u is None:
         code = (depth + (step >> 1)) // step
-    elif log_dither:
+    elif rounding == "stochastic-log":
         code = (depth + ((u.to(torch.int64) * step) >> 16)) // step
-    else:
+    elif rounding == "stochastic-value":
         code = depth // step
         upper = bits_float(_log_bits(top, code, step))
         lower = bits_float(_log_bits(top, code + 1, step))
         code = code + (x - lower <= threshold(u) * (upper - lower)).to(torch.int64)
+    else:
+        code = depth // step
+        rest, curve = (depth - code * step).to(torch.float32), log_curve(step)
+        inverse = torch.ones_like(curve) / step.to(torch.float32)
+        probability = rest * ((curve + 1.0) * inverse - (curve * inverse * inverse) * rest)
+        # Where levels end at the smallest float, that float is one of them.
+        code = code + ((probability > threshold(u)) | (bits == 1)).to(torch.int64)
     code = torch.minimum(code, last)
     code = torch.where(bits > 0, code, torch.where(flag, 2**format.bits - 1, 0))
     return {"codes": pack(code.to(torch.int32), format.bits), **metadata}
@@ -280,7 +298,7 @@ def encode(
     format: Format,
     u: Tensor | None = None,
     *,
-    log_dither: bool = False,
+    rounding: str = "stochastic",
     scale: Tensor | None = None,
 ) -> Parts:
     """Stores fp32 values ``[rows, cols]``.
@@ -289,7 +307,7 @@ def encode(
         x: finite fp32 values, non-negative if the format is unsigned.
         format: how to store them.
         u: random integers below 2^16 of the shape of `x` (`rounding.dither`), or None to round to nearest.
-        log_dither: for log formats: dither the code uniformly instead of unbiased in value.
+        rounding: for log formats: how random bits are used (`rounding.ROUNDINGS`).
         scale: for scaled formats: keep these scales (``[rows, blocks]``, fp32) instead of computing new ones.
 
     Returns:
@@ -300,7 +318,7 @@ def encode(
     if format.kind == "bfloat16":
         return {"values": _to_bfloat16(x, u)}
     if format.kind == "log":
-        return encode_log(x, _log_metadata_of(x, format), format, u, log_dither)
+        return encode_log(x, _log_metadata_of(x, format), format, u, rounding)
     if format.kind in ("linear", "codebook"):
         return _encode_scaled(x, format, u, scale)
     raise ValueError(f"format {str(format)!r} stores no elements")

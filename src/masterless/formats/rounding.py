@@ -24,7 +24,7 @@ from torch import Tensor
 
 from masterless.formats.layout import CHUNK
 
-Rounding = Literal["nearest", "stochastic", "stochastic-log"]
+Rounding = Literal["nearest", "stochastic", "stochastic-log", "stochastic-value"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
 PURPOSES = {"weight": 1, "exp_avg": 2, "exp_avg_sq": 3}
@@ -35,6 +35,11 @@ _GOLDEN64 = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WEYL32 = 0x9E3779B9
 _MULTIPLY32 = 0x85EBCA6B
+
+
+def of_signed(rounding: str) -> str:
+    """The rounding of weights and first moments under this name: the variants are of second moments' log codes."""
+    return "nearest" if rounding == "nearest" else "stochastic"
 
 
 def check_rounding(rounding: str) -> None:

@@ -206,7 +206,7 @@ class Storage:
         parts = self.slab(0, self.layout.rows)
         return codec.decode(parts, self.layout.cols, self.format, visible).view(self.shape)
 
-    def encode_(self, x: Tensor, u: Tensor | None = None, *, log_dither: bool = False) -> Storage:
+    def encode_(self, x: Tensor, u: Tensor | None = None, *, rounding: str = "stochastic") -> Storage:
         """Stores the values of `x`, with new scales; rounds to nearest, or stochastically with dither `u`."""
         if tuple(x.shape) != self.shape:
             raise ValueError(f"cannot store a tensor of shape {tuple(x.shape)} in storage of shape {self.shape}")
@@ -216,7 +216,7 @@ class Storage:
         if self.format.kind == "factored":
             self._factorize(values)
         else:
-            self.write(0, self.layout.rows, codec.encode(values, self.format, u, log_dither=log_dither))
+            self.write(0, self.layout.rows, codec.encode(values, self.format, u, rounding=rounding))
         return self
 
     def _factorize(self, values: Tensor) -> None:

@@ -310,6 +310,6 @@ class PresetOptimizer:
     Trainer calls it with the model once that is in its place. See `masterless.prepare` for the arguments.
     """
 
-    def __call__(self, model: nn.Module, preset: str = "1.8-byte", lr: float = 1e-3, **overrides: Any) -> AdamW:
+    def __call__(self, model: nn.Module, preset: str = "2-byte", lr: float = 1e-3, **overrides: Any) -> AdamW:
         """Quantizes the model if it is dense, and returns AdamW with the preset's options."""
         return prepare(model, preset, lr, **overrides)

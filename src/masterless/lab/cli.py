@@ -23,6 +23,7 @@ except ImportError:
 import masterless
 from masterless.lab.commands.bench import bench
 from masterless.lab.commands.compare import compare
+from masterless.lab.commands.export import export
 from masterless.lab.commands.formats import formats
 from masterless.lab.commands.plan import plan
 from masterless.lab.commands.stall import stall
@@ -81,7 +82,7 @@ def _options(
     pass
 
 
-for _command in (train, compare, stall, formats, plan, bench):
+for _command in (train, compare, stall, formats, plan, bench, export):
     app.command()(_command)
 
 

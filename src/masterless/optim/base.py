@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 
 from masterless.formats import Format, as_first_moment, as_second_moment, parse
 from masterless.formats.layout import is_matrix_like
-from masterless.formats.rounding import check_rounding
+from masterless.formats.rounding import check_rounding, of_signed
 from masterless.formats.scaling import POLICIES
 from masterless.formats.storage import COUNTERS, Storage, predicted_bytes, refuse_leftovers, state_key, tensor_specs
 from masterless.optim import resets, state_dict, units
@@ -146,12 +146,8 @@ class LowBitOptimizer(Optimizer):
             group[self.second_name] = str(as_second_moment(group[self.second_name]))
         check_rounding(group["rounding"])
         check_rounding(group["weight_rounding"])
-        require(
-            group["weight_rounding"] != "stochastic-log",
-            "weight_rounding",
-            "stochastic-log",
-            "not for weights",
-        )
+        rounding = group["weight_rounding"]
+        require(rounding == of_signed(rounding), "weight_rounding", rounding, "not for weights; 'stochastic' is")
         policy = group["scale_policy"]
         require(policy in POLICIES, "scale_policy", policy, f"choose one of {', '.join(POLICIES)}")
         scope = group["quantize_states"]
@@ -296,7 +292,8 @@ class LowBitOptimizer(Optimizer):
 
         Raises:
             NonFiniteGradientError: if a gradient held NaN or infinity (unless ``nonfinite="skip"``). Nothing has
-                changed then, and the step is not counted.
+                changed then, and the step is not counted. Also if finite gradients would have made a weight or a state
+                that is not finite: then all but those tiles has been stepped.
         """
         loss = None
         if closure is not None:
@@ -317,12 +314,7 @@ class LowBitOptimizer(Optimizer):
         bad = self.plan.step(self, list(parameters))
         fatal = [f"{name} ({count} elements)" for (group, _, name), count in bad if group["nonfinite"] != "skip"]
         if fatal:
-            more = f" and {len(fatal) - 8} more" if len(fatal) > 8 else ""
-            raise NonFiniteGradientError(
-                f"gradients are not finite (or their squares overflow) in {', '.join(fatal[:8])}{more}. No weight and "
-                f"no state has changed. Check the loss and the learning rate, clip gradients, or pass nonfinite='skip' "
-                f"to go on and only count them"
-            )
+            raise NonFiniteGradientError(self.plan.complaint(fatal))
         for (_, _, name), count in bad:
             self.nonfinite_counts[name] = self.nonfinite_counts.get(name, 0) + count
 

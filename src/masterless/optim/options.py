@@ -23,8 +23,9 @@ class Options(TypedDict, total=False):
 
     Attributes:
         maximize: ascend instead of descend.
-        rounding: how states are rounded: "stochastic" (unbiased), "nearest", or "stochastic-log" (a log code is
-            dithered uniformly, as SOLO does; other codes are rounded stochastically).
+        rounding: how states are rounded: "stochastic" (unbiased; a log code in what the update uses, 1/sqrt(v)),
+            "nearest", "stochastic-value" or "stochastic-log" (a log code is unbiased in v, or in the code as SOLO's;
+            other codes as under "stochastic").
         weight_rounding: how weights stored in bf16 or quantized are rounded: "stochastic" or "nearest".
         error_compensation: what rounding a quantized weight loses is injected into the momentum (ECO). None (the
             default): wherever the rule has a momentum that can carry it; True: refuse where it cannot; False: drop it.

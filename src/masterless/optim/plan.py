@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from masterless.formats import parse
-from masterless.formats.rounding import PURPOSES, parameter_id, stream_keys
+from masterless.formats.rounding import PURPOSES, of_signed, parameter_id, stream_keys
 from masterless.formats.scaling import FROZEN
 from masterless.formats.storage import Storage, StorageError, memory_fault
 from masterless.optim import resets, units
@@ -73,11 +73,13 @@ class StepPlan:
         self.entries: dict[int, Entry] = {}  # by the parameter's id; a task keeps its parameter's memory alive
         self.batch: Batch | None = None
         self.addresses: list[int] = []  # of the last step's gradients
+        self.moved = True  # whether the last step moved anything
 
     def step(self, optimizer: LowBitOptimizer, members: Sequence[Member]) -> list[tuple[Member, int]]:
-        """Steps the parameters that have a gradient; returns those whose gradients are not finite, and how many.
+        """Steps the parameters that have a gradient; returns those with bad elements, and how many.
 
-        If one of them must be finite (``nonfinite="raise"``), nothing has moved.
+        If a gradient is not finite that must be (``nonfinite="raise"``), nothing has moved. New values that cannot be
+        stored are found only on the way: their tiles stay, the others have moved.
         """
         members, grads = self._with_gradients(optimizer, members)
         if not members:
@@ -88,6 +90,7 @@ class StepPlan:
             resets.before_step(optimizer, group, p, name) for group, p, name in members if group["reset"] is not None
         ]
         outcome = _perform(batch, turn)
+        self.moved = outcome.moved
         bad = [(members[i], int(outcome.bad[i])) for i in np.flatnonzero(outcome.bad).tolist()]
         if not outcome.moved:
             return bad
@@ -100,6 +103,21 @@ class StepPlan:
             counts = optimizer.reset_counts
             counts[cleared.parameter] = counts.get(cleared.parameter, 0) + cleared.cleared
         return bad
+
+    def complaint(self, found: Sequence[str]) -> str:
+        """What to tell of the last step's bad elements where they must be finite."""
+        where = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+        if self.moved:
+            return (
+                f"the step would have made weights or states that are not finite (or above 2^126) in {where}. Their "
+                f"tiles were left as they were, everything else has been stepped. Check the learning rate and eps, or "
+                f"pass nonfinite='skip' to go on and only count them"
+            )
+        return (
+            f"gradients are not finite (or their squares overflow) in {where}. No weight and no state has changed. "
+            f"Check the loss and the learning rate, clip gradients, or pass nonfinite='skip' to go on and only count "
+            f"them"
+        )
 
     def _current(self, optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> Batch:
         """The last step's batch if everything is as it was then, else one of entries that are made anew as need be."""
@@ -257,9 +275,12 @@ def _task(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> tuple[Tas
         if not values.is_contiguous():
             original, values = values, values.contiguous()
         weight = Storage(PLAIN[p.dtype], tuple(local.shape), {"values": values})
-    rounding = {"weight": group["weight_rounding"], "exp_avg": group["rounding"], "exp_avg_sq": group["rounding"]}
-    if rounding["exp_avg"] == "stochastic-log":  # a dither of logarithms, so for the second moment only
-        rounding["exp_avg"] = "stochastic"
+    states_rounding = group["rounding"]
+    rounding = {
+        "weight": group["weight_rounding"],
+        "exp_avg": of_signed(states_rounding),
+        "exp_avg_sq": states_rounding,
+    }
     task = Task(
         name=name,
         rule=optimizer.rule(group, compensated),
@@ -348,12 +369,18 @@ def _perform(batch: Batch, turn: dispatch.Turn) -> dispatch.Outcome:
     bad = np.zeros(len(batch.entries), dtype=np.int64)
     for (backend, indices, prepared), own in zip(batch.parts, turns, strict=True):
         bad[indices] = backend.step(prepared, own, only_survey=True).bad
-    if any(sharded):
-        from masterless.sharding.agreement import total_counts
-
-        bad = np.array(total_counts([entry.task for entry in batch.entries], bad.tolist()), dtype=np.int64)
+    mine, bad = bad, _of_all_ranks(batch, bad) if any(sharded) else bad.copy()
     moved = not bool((bad * np.asarray(turn.must_be_finite)).any())
-    for (backend, _, prepared), own in zip(batch.parts, turns, strict=True):
-        if moved:
-            backend.step(prepared, replace(own, must_be_finite=[False]))  # they are: no need to look again
+    if moved:
+        more = np.zeros_like(bad)  # than their gradients say: what could not be stored
+        for (backend, indices, prepared), own in zip(batch.parts, turns, strict=True):
+            outcome = backend.step(prepared, replace(own, must_be_finite=[False]))  # they are: no need to look again
+            more[indices] = np.maximum(outcome.bad - mine[indices], 0)
+        bad = bad + (_of_all_ranks(batch, more) if any(sharded) else more)
     return dispatch.Outcome(bad, moved)
+
+
+def _of_all_ranks(batch: Batch, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    from masterless.sharding.agreement import total_counts
+
+    return np.array(total_counts([entry.task for entry in batch.entries], counts.tolist()), dtype=np.int64)

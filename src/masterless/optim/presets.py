@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from masterless.formats import as_first_moment, as_second_moment, parse
 from masterless.formats.storage import predicted_bytes
-from masterless.optim import AdamW
+from masterless.optim import AdamW, LossyUpdateWarning
 from masterless.tensor.quantize import QuantizationReport, quantize_
 from masterless.tensor.quantized import QuantizedTensor, as_weight, local_of
 
@@ -32,12 +32,14 @@ class Preset:
         weights: format of the inner matrices; None leaves them as they are.
         options: keyword arguments of `masterless.AdamW`.
         summary: one line for tables.
+        from_pretrained: whether it suits trained weights, whose learning rate is small.
     """
 
     name: str
     weights: str | None
     options: Mapping[str, Any] = field(default_factory=dict)
     summary: str = ""
+    from_pretrained: bool = True
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -51,8 +53,8 @@ class Preset:
         return sum(predicted_bytes(fmt, shape) for fmt in formats) / math.prod(shape)
 
 
-def _preset(name: str, weights: str | None, summary: str, **options: Any) -> Preset:
-    return Preset(name, weights, MappingProxyType(options), summary)
+def _preset(name: str, weights: str | None, summary: str, from_pretrained: bool = True, **options: Any) -> Preset:
+    return Preset(name, weights, MappingProxyType(options), summary, from_pretrained)
 
 
 PRESETS: dict[str, Preset] = {
@@ -75,6 +77,7 @@ PRESETS: dict[str, Preset] = {
             "1-byte-int4",
             "int4",
             "INT4 weights, 4-bit first moment, factored second",
+            from_pretrained=False,  # nearest rounding: at a fine-tuning rate most weights never reach the next code
             exp_avg="int4",
             exp_avg_sq="factored",
             betas=(0.35, 0.95),
@@ -115,6 +118,15 @@ PRESETS: dict[str, Preset] = {
             exp_avg_sq="log2",
             betas=(0.82, 0.95),
         ),
+        # Two bytes tie with fp32 at twenty tokens per parameter and more (docs/presets.md): the one to start with.
+        _preset(
+            "2-byte",
+            "int8",
+            "INT8 weights, 4-bit first moment, 4-bit second",
+            exp_avg="int4",
+            exp_avg_sq="log4",
+            betas=(0.9, 0.95),
+        ),
         _preset(
             "2.3-byte",
             "int8",
@@ -134,7 +146,7 @@ def get_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def prepare(model: nn.Module, preset: str = "1.8-byte", lr: float | Tensor = 1e-3, **overrides: Any) -> AdamW:
+def prepare(model: nn.Module, preset: str = "2-byte", lr: float | Tensor = 1e-3, **overrides: Any) -> AdamW:
     """Applies a preset to a model and returns the optimizer.
 
     Quantizes the model's inner matrices in place and builds AdamW over its named parameters with the preset's options.
@@ -160,6 +172,7 @@ def prepare(model: nn.Module, preset: str = "1.8-byte", lr: float | Tensor = 1e-
     _refuse_dtypes(model)
     _refuse_other_formats(model, chosen)
     _rehearse(chosen, lr, options)
+    _warn_of_pretrained(model, chosen)
     report = QuantizationReport()
     already = any(isinstance(local_of(p), QuantizedTensor) for p in model.parameters())
     if chosen.weights is not None and not already:
@@ -198,6 +211,18 @@ def _refuse_other_formats(model: nn.Module, preset: Preset) -> None:
                 f"first (which rounds anew), or build AdamW(model.named_parameters(), **PRESETS[{preset.name!r}]"
                 f".options) to mean it"
             )
+
+
+def _warn_of_pretrained(model: nn.Module, preset: Preset) -> None:
+    source = getattr(getattr(model, "config", None), "name_or_path", "")
+    if source and not preset.from_pretrained:
+        better = ", ".join(p.name for p in PRESETS.values() if p.from_pretrained and p.weights is not None)
+        warnings.warn(
+            f"preset {preset.name!r} is for training from scratch and this model comes from {source!r}: at the "
+            f"learning rates of fine-tuning its weights hardly move; choose one of {better}",
+            LossyUpdateWarning,
+            stacklevel=3,
+        )
 
 
 def _rehearse(preset: Preset, lr: float | Tensor, options: Mapping[str, Any]) -> None:

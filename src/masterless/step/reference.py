@@ -14,6 +14,9 @@ Contract, row by row::
     * A gradient that is not finite (or whose square is not) never touches anything stored: its tile, the
       smallest run of whole chunks and whole blocks of the row, keeps every byte it had. A weight with one
       scale per tensor and a factored second moment make the whole parameter one tile.
+    * So does a tile whose target or moments could not be stored (`tile.unstorable`), whatever made them so; of a weight
+      with one scale, the whole parameter. (A factored second moment is an average of the gradients, which are finite:
+      it goes on.)
     * Slabs of rows and shards of parameters are `backends.reference`'s, which calls `step_rows` for each.
 """
 
@@ -33,17 +36,19 @@ from masterless.step.task import Task as Task
 
 
 def step(task: Task) -> int:
-    """Performs one parameter's step in place; returns how many gradient elements were not finite."""
+    """Performs one parameter's step in place; returns how many elements were bad: not finite, or not to be stored."""
     rows, cols = task.weight.layout.rows, task.weight.layout.cols
     if rows * cols == 0:
         return 0
     grad = task.grad.detach().reshape(rows, cols)
-    bad = tile.bad_elements(grad)
+    bad = statistics.bad_rows(task, grad, 0, rows)
     count = int(bad.sum())
     if count and task.indivisible:
         return count
     known = statistics.collect(task, grad)
-    step_rows(task, known, grad, bad, 0, rows)
+    if known.unstorable:
+        return known.unstorable
+    count += step_rows(task, known, grad, bad, 0, rows)
     finish(task, known)
     return count
 
@@ -54,18 +59,22 @@ def finish(task: Task, known: Known) -> None:
         task.weight.tensors["scale"].copy_(known.weight_scale)
 
 
-def step_rows(task: Task, known: Known, grad: Tensor, bad: Tensor, start: int, stop: int) -> None:
-    """Steps some rows, given their gradient, but for the tiles with bad elements."""
+def step_rows(task: Task, known: Known, grad: Tensor, bad: Tensor, start: int, stop: int) -> int:
+    """Steps some rows, given their gradient, but for the tiles with bad elements.
+
+    Returns how many elements of the other tiles could not be stored.
+    """
     weight, c = task.weight, known.scalars
     cols = weight.layout.cols
     any_bad = bool(bad.any())
     if any_bad:
         grad = torch.where(bad, 0.0, grad)
-    w = tile.decoded(weight, start, stop)
-    assert w is not None
-    g = tile.descent_gradient(grad, w, c, task.maximize)
-    m, second = tile.decoded(task.first, start, stop), statistics.second_moment(task, known, start, stop)
-    target, update = tile.advance(task.rule, c, g, w, m, second)
+    target, update, unstorable = statistics.advance_rows(task, known, grad, start, stop)
+    count = 0
+    if bool(unstorable.any()):
+        any_bad, unstorable = True, unstorable & ~_whole_tiles(bad, task.chunks_per_tile)
+        bad, count = bad | unstorable, int(unstorable.sum())
+        target = torch.where(bad, 0.0, target)
 
     def random_bits(purpose: str) -> Tensor | None:
         if task.rounding[purpose] == "nearest":
@@ -91,13 +100,28 @@ def step_rows(task: Task, known: Known, grad: Tensor, bad: Tensor, start: int, s
         first = None
     for storage, value, purpose in ((task.first, first, "exp_avg"), (task.second, update.second, "exp_avg_sq")):
         if storage is not None and value is not None and storage.format.kind not in ("none", "factored"):
-            log_dither = task.rounding[purpose] == "stochastic-log"
-            new = codec.encode(value, storage.format, random_bits(purpose), log_dither=log_dither)
+            new = codec.encode(value, storage.format, random_bits(purpose), rounding=task.rounding[purpose])
             writes.append((storage, new))
     for storage, new in writes:
         if any_bad:
             new = _keep_bad_tiles(storage, new, bad, task.chunks_per_tile, start, stop)
         storage.write(start, stop, new)
+    return count
+
+
+def _bad_chunks(bad: Tensor, chunks_per_tile: int) -> Tensor:
+    """``[rows, chunks]``: those whose tile has a bad element."""
+    rows, cols = bad.shape
+    tile_length = chunks_per_tile * CHUNK
+    padded = torch.nn.functional.pad(bad, (0, -cols % tile_length))
+    return padded.view(rows, -1, tile_length).any(-1).repeat_interleave(chunks_per_tile, dim=1)
+
+
+def _whole_tiles(bad: Tensor, chunks_per_tile: int) -> Tensor:
+    """All elements of every tile that has a bad one."""
+    if chunks_per_tile == 0:
+        return bad
+    return _bad_chunks(bad, chunks_per_tile).repeat_interleave(CHUNK, dim=1)[:, : bad.shape[1]]
 
 
 def _keep_bad_tiles(
@@ -107,10 +131,7 @@ def _keep_bad_tiles(
     old = storage.slab(start, stop)
     if chunks_per_tile == 0:
         return {name: torch.where(bad, old[name], value) for name, value in new.items()}
-    rows, cols = bad.shape
-    tile_length = chunks_per_tile * CHUNK
-    padded = torch.nn.functional.pad(bad, (0, -cols % tile_length))
-    chunks = padded.view(rows, -1, tile_length).any(-1).repeat_interleave(chunks_per_tile, dim=1)
+    chunks = _bad_chunks(bad, chunks_per_tile)
     kept = {}
     for name, value in new.items():
         if name in ("codes", "hidden"):

@@ -9,6 +9,7 @@ Contract:
     * Only add, subtract, multiply, divide and the correctly rounded square root, one operation at a time and in
       the order written: the compiled kernel repeats it to the bit. Every scalar is computed once, in
       double precision, by the rule's `scalars` function and rounded to fp32 where it meets a tile.
+    * Nothing moves where a denominator is zero (`quotient`).
     * A first moment of None means that it is not stored: the gradient stands in its place.
     * The second moment arrives as a function of this step's innovation (``g * g`` for most rules), because
       a factored one is not updated tile by tile.
@@ -25,11 +26,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from masterless.formats.codec import exact_sqrt
 
 SecondMoment = Callable[[Tensor], Tensor]
+_LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
 class Scalars(NamedTuple):
@@ -57,6 +60,11 @@ class Update(NamedTuple):
     denominator: Tensor | None
 
 
+def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """What a rule divides by is not negative; where it is zero (no gradient yet, eps = 0) nothing moves."""
+    return torch.where(denominator > 0, numerator / denominator, 0.0)
+
+
 def _ema(m: Tensor | None, g: Tensor, c: Scalars) -> Tensor:
     return g if m is None else m + (g - m) * c.rate1
 
@@ -74,7 +82,7 @@ def adam_update_units(g: Tensor, u: Tensor | None, second_moment: SecondMoment, 
     All coordinates of a block then have the same scale, which is what a coarse code wants.
     """
     v = second_moment(g * g)
-    u = _ema(u, g / (exact_sqrt(v) * c.bias2 + c.eps), c)
+    u = _ema(u, quotient(g, exact_sqrt(v) * c.bias2 + c.eps), c)
     return Update(u, v, u, None)
 
 
@@ -87,7 +95,7 @@ def adam_weight_units(g: Tensor, u: Tensor | None, second_moment: SecondMoment, 
     d = exact_sqrt(v) * c.bias2 + c.eps
     if u is None:
         return Update(None, v, g, d)
-    u = u * c.keep1 + (g / d) * c.rate1
+    u = u * c.keep1 + quotient(g, d) * c.rate1
     return Update(u, v, u, None)
 
 
@@ -108,7 +116,7 @@ def rmsprop(g: Tensor, buf: Tensor | None, second_moment: SecondMoment, c: Scala
     d = exact_sqrt(v) + c.eps
     if buf is None:
         return Update(None, v, g, d)
-    buf = buf * c.keep1 + (g / d) * c.rate1
+    buf = buf * c.keep1 + quotient(g, d) * c.rate1
     return Update(buf, v, buf, None)
 
 
@@ -145,7 +153,7 @@ def adafactor(g: Tensor, m: Tensor | None, second_moment: SecondMoment, c: Scala
     d = exact_sqrt(v).clamp(min=c.eps)
     if m is None:
         return Update(None, v, g, d)
-    m = _ema(m, (g / d) * c.clip, c)
+    m = _ema(m, quotient(g, d) * c.clip, c)
     return Update(m, v, m, None)
 
 
@@ -155,7 +163,7 @@ def adafactor_weight_units(g: Tensor, u: Tensor | None, second_moment: SecondMom
     d = exact_sqrt(v).clamp(min=c.eps)
     if u is None:
         return Update(None, v, g, d)
-    u = u * c.keep1 + (g / d) * c.rate1
+    u = u * c.keep1 + quotient(g, d) * c.rate1
     return Update(u, v, u, None)
 
 
@@ -290,8 +298,8 @@ def finish_adafactor_weight_units(
 
 
 def check_scalars(scalars: Scalars, group: Mapping[str, Any]) -> None:
-    """Raises a ValueError if a step's numbers are not finite: a scheduler wrote nan or infinity into the group."""
-    bad = [name for name, value in zip(Scalars._fields, scalars, strict=True) if not math.isfinite(value)]
+    """Raises a ValueError if a step's numbers are not finite fp32: a scheduler wrote nan or infinity into the group."""
+    bad = [name for name, value in zip(Scalars._fields, scalars, strict=True) if not abs(value) <= _LARGEST_FLOAT]
     if bad:
         given = ", ".join(f"{k}={group[k]!r}" for k in ("lr", "betas", "momentum", "eps", "weight_decay") if k in group)
         raise ValueError(

@@ -20,7 +20,7 @@ from masterless.formats import scaling
 from masterless.formats.factored import sum_unit
 from masterless.formats.storage import factored_rows
 from masterless.step import tile
-from masterless.step.rules import Scalars, SecondMoment
+from masterless.step.rules import Scalars, SecondMoment, Update
 from masterless.step.task import ALONE, Alone, Task
 
 SLAB = 1 << 19  # elements that temporaries may have
@@ -34,11 +34,13 @@ class Known:
         scalars: of the rule, complete.
         row_means: of a factored second moment: the mean of each matrix's row factors.
         weight_scale: the new scale of a weight that has only one.
+        unstorable: of such a weight: elements whose new values could not be stored. If there are any, it stays.
     """
 
     scalars: Scalars
     row_means: Tensor | None = None
     weight_scale: Tensor | None = None
+    unstorable: int = 0
 
 
 def slabs(rows: int, cols: int) -> Iterator[tuple[int, int]]:
@@ -55,8 +57,27 @@ def collect(task: Task, grad: Tensor) -> Known:
     if task.rule.finish is not None:
         known.scalars = _adafactor_scalars(task, grad, known)
     if task.one_scale:
-        known.weight_scale = _one_scale(task, grad, known)
+        known.weight_scale, known.unstorable = _one_scale(task, grad, known)
     return known
+
+
+def bad_rows(task: Task, grad: Tensor, start: int, stop: int) -> Tensor:
+    """Where the gradient of some rows is not finite; also with weight decay, if statistics are made of it."""
+    bad = tile.bad_elements(grad[start:stop])
+    if task.indivisible and task.scalars.l2:
+        bad = bad | tile.bad_elements(gradient_rows(task, grad, start, stop)[0])
+    return bad
+
+
+def advance_rows(task: Task, known: Known, grad: Tensor, start: int, stop: int) -> tuple[Tensor, Update, Tensor]:
+    """Of some rows, given their gradient: the target, the rule's update, and which elements could not be stored."""
+    w = tile.decoded(task.weight, start, stop)
+    assert w is not None
+    g = tile.descent_gradient(grad, w, known.scalars, task.maximize)
+    m, second = tile.decoded(task.first, start, stop), second_moment(task, known, start, stop)
+    target, update = tile.advance(task.rule, known.scalars, g, w, m, second)
+    stored = None if m is None else update.first, None if task.factored else update.second
+    return target, update, tile.unstorable(target, *stored, known.scalars.inject if task.inject else 0.0)
 
 
 def second_moment(task: Task, known: Known, start: int, stop: int) -> SecondMoment | None:
@@ -112,8 +133,10 @@ def average_in(task: Task, matrix: int, row_sums: Tensor, col_sums: Tensor, shar
     count = layout.matrix_rows if shares.shape is None else shares.shape[0]
     row = second.tensors["row"].view(-1)[matrix * layout.matrix_rows : (matrix + 1) * layout.matrix_rows]
     col = second.tensors["col"][matrix]
-    row.copy_(row * c.keep2 + (row_sums / row_sums.new_tensor(layout.cols)).to(torch.float32) * c.rate2)
-    col.copy_(col * c.keep2 + (col_sums / col_sums.new_tensor(count)).to(torch.float32) * c.rate2)
+    row_means, col_means = row_sums / row_sums.new_tensor(layout.cols), col_sums / col_sums.new_tensor(count)
+    largest = torch.finfo(torch.float32).max  # an average of finite numbers is finite; its rounding need not be
+    row.copy_((row * c.keep2 + row_means.to(torch.float32) * c.rate2).clamp(max=largest))
+    col.copy_((col * c.keep2 + col_means.to(torch.float32) * c.rate2).clamp(max=largest))
     wide = row.to(torch.float64)
     unit = sum_unit(shares.max(_peak([wide], row.device)), count)
     total = shares.sum((wide / unit).round().sum()) * unit
@@ -166,11 +189,12 @@ def _adafactor_scalars(task: Task, grad: Tensor, known: Known) -> Scalars:
 # --- one scale for a whole weight ---------------------------------------------------------------------------------
 
 
-def _one_scale(task: Task, grad: Tensor, known: Known) -> Tensor:
-    peaks = []
+def _one_scale(task: Task, grad: Tensor, known: Known) -> tuple[Tensor, int]:
+    peaks, unstorable = [], 0
     for a, b in slabs(*grad.shape):
-        g, w = gradient_rows(task, grad, a, b)
-        m, second = tile.decoded(task.first, a, b), second_moment(task, known, a, b)
-        peaks.append(tile.advance(task.rule, known.scalars, g, w, m, second)[0].abs().amax())
+        target, _, bad = advance_rows(task, known, grad[a:b], a, b)
+        peaks.append(target.abs().amax())
+        unstorable += int(bad.sum())
     absmax = torch.stack(peaks).amax().view(1, 1)
-    return scaling.scale_from_absmax(task.weight.format, task.scale_policy, absmax, task.weight.tensors["scale"])
+    held = task.weight.tensors["scale"]
+    return scaling.scale_from_absmax(task.weight.format, task.scale_policy, absmax, held), unstorable

@@ -236,7 +236,13 @@ class _Like(Selection):
 
 
 def dequantize_(model: nn.Module) -> nn.Module:
-    """Turns every quantized parameter of a model back into a dense one (of what the forward pass saw), in place."""
+    """Turns every quantized parameter of a model back into a dense one (of what the forward pass saw), in place.
+
+    >>> model = nn.Sequential(nn.Linear(64, 64))
+    >>> report = quantize_(model, "int8")
+    >>> type(dequantize_(model)[0].weight)
+    <class 'torch.nn.parameter.Parameter'>
+    """
     done: dict[int, nn.Parameter] = {}
     for _, module, key, p in owned_parameters(model):
         if isinstance(p, QuantizedTensor):

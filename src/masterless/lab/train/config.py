@@ -54,13 +54,15 @@ class RunConfig:
     tie_embeddings: bool = _option(False, "model", "One matrix for embedding and output head.")
     init: str | None = _option(None, "model", "Start from the weights of a run or checkpoint file.", "random weights")
 
-    preset: str = _option("1.8-byte", "formats", "A point on the loss-against-bytes frontier.")
+    preset: str = _option("2-byte", "formats", "A point on the loss-against-bytes frontier.")
     weights: str | None = _option(
         None, "formats", "Format of the inner matrices: fp32, bf16, fp8, int8, int4, ...", "preset"
     )
     exp_avg: str | None = _option(None, "formats", "Format of the first moment.", "preset")
     exp_avg_sq: str | None = _option(None, "formats", "Format of the second moment.", "preset")
-    rounding: str | None = _option(None, "formats", "Of states: stochastic, nearest or stochastic-log.", "stochastic")
+    rounding: str | None = _option(
+        None, "formats", "Of states: stochastic, nearest, stochastic-value or stochastic-log.", "stochastic"
+    )
     weight_rounding: str | None = _option(None, "formats", "Of weights: stochastic or nearest.", "stochastic")
     error_compensation: bool | None = _option(
         None, "formats", "Inject what rounding a weight loses into the momentum.", "preset"
