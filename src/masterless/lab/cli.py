@@ -1,7 +1,7 @@
 """The command line: ``masterless stall``, ``masterless formats``, ...
 
 Contract:
-    * A command imports what it needs beyond the library (plots, files of other projects) when it runs.
+    * A command imports plots, other projects' libraries and torch.distributed when it needs them.
     * Results go to stdout, as a table or with ``--json`` as one JSON document. Errors are one line on stderr.
     * Exit codes: 0 done, 2 the input cannot be honoured (the line says value, reason and remedy).
 
@@ -82,13 +82,8 @@ def _options(
     pass
 
 
-app.command()(train)
-app.command()(compare)
-app.command()(stall)
-app.command()(formats)
-app.command()(plan)
-app.command()(bench)
-app.command()(export)
+for _command in (train, compare, stall, formats, plan, bench, export):
+    app.command()(_command)
 
 
 def main() -> None:
