@@ -139,7 +139,7 @@ enum MlRule : int32_t { ML_RULES(ML_ENUMERATOR) };
     FIELD(double, adafactor_rate1)          /* likewise, of a momentum in units of the weight */    \
     FIELD(double, adafactor_min_rms)                                                                \
     FIELD(double, adafactor_clip_threshold)                                                         \
-    FIELD(int64_t, bad)              /* out: elements not finite, or not to be stored */
+    FIELD(int64_t, bad)              /* out: gradients (or their squares), targets not finite */
 
 #define ML_MEMBER(type, name) type name;
 struct MlStorage {

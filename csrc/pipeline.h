@@ -1,8 +1,8 @@
 // The step of one parameter, span by span: decode, rule, round the weight, inject the error, encode.
 //
 // Contract, as in `reference.py`:
-//   * A tile (whole chunks and whole blocks of a row) with a gradient that is not finite, or a target or moment that
-//     cannot be stored, keeps every byte it had.
+//   * A tile (whole chunks and whole blocks of a row) with a gradient or a target that is not finite keeps every byte it
+//     had.
 //   * A tile normally fits into the buffers and is read once. A row that is one tile and longer than a buffer is walked
 //     several times instead: to know its scales first, then to store it. The result is the same.
 //   * Working memory is `Workspace`, one a thread, whatever the size of the parameter.
@@ -52,7 +52,7 @@ class Pipeline {
     Pipeline(MlTask& task, Workspace& work, const Metadata* weight_scale, const float* mean_rows)
         : t_(task), b_(work), weight_scale_(weight_scale), mean_rows_(mean_rows),
           has_first_(task.first.kind != ML_NONE), inject_(task.inject_error && task.first.kind != ML_NONE),
-          reach_(reach(inject_, task.inject)), stores_weight_(task.scale_policy != ML_FROZEN), stores_first_(has_first_ && !keeps_first(task)),
+          stores_weight_(task.scale_policy != ML_FROZEN), stores_first_(has_first_ && !keeps_first(task)),
           rule_(rule_function(task)), weight_draw_(draw(task.weight, work.weight_thresholds)),
           first_draw_(draw(task.first, work.first_thresholds)),
           second_draw_(draw(task.second, work.second_thresholds)) {}
@@ -69,11 +69,13 @@ class Pipeline {
         if (n > kMaxSpan) return step_long(row, col, n);
         const Span s = span(row, col, n);
         const bool finite = load_gradient(s);
-        if (finite && target(s)) {
+        if (finite && target(s, n % kLanes == 0)) {
             finish(s, Known{weight_scale_});
             return 0;
         }
-        if (n <= t_.tile) return finite ? count_unstorable(s.n) : count_bad(s.n);
+        const int64_t found = n > t_.tile ? 0 : finite ? count_lost(s.n) : count_bad(s.n);
+        if (finite && w_ != b_.w) copy_floats(w_, b_.w, s.n);  // a weight that was stepped where it lies
+        if (n <= t_.tile) return found;
         int64_t bad = 0;
         for (int64_t e = 0; e < n; e += t_.tile) bad += step(row, col + e, n - e < t_.tile ? n - e : t_.tile);
         return bad;
@@ -107,14 +109,10 @@ class Pipeline {
         return bad;
     }
 
-    // Elements whose target or moments, as they are in the buffers, cannot be stored.
-    int64_t count_unstorable(int n) const {
-        const bool second = t_.second.kind != ML_NONE && t_.second.kind != ML_FACTORED;
+    // Targets that are not finite.
+    int64_t count_lost(int n) const {
         int64_t bad = 0;
-        for (int e = 0; e < n; ++e) {
-            const bool fits = std::fabs(b_.w[e]) * reach_ <= kLargest && !(has_first_ && !(std::fabs(b_.m[e]) <= kLargest));
-            bad += !(fits && !(second && !(std::fabs(b_.v[e]) <= kLargest)));
-        }
+        for (int e = 0; e < n; ++e) bad += !std::isfinite(w_[e]);
         return bad;
     }
 
@@ -122,21 +120,20 @@ class Pipeline {
 
     void decode_weight(const Span& s) { decode(t_.weight, t_.cols, s, b_.codes(), b_.w); }
 
-    // From the loaded gradient: buffer w becomes the target W~, m and v the new moments. False if one cannot be stored.
-    bool target(const Span& s) {
-        const float* old_w = b_.w;
-        if (t_.weight.kind == ML_FLOAT32 && s.n % kLanes == 0)  // is read where it lies
-            old_w = (const float*)t_.weight.values + s.row * t_.cols + s.col;
-        else
-            decode_weight(s);
+    // From the loaded gradient: w becomes the target W~, m and v the new moments; false if a target is not finite. With
+    // `in_place` a plain fp32 weight is its own buffer, and buffer w what it was.
+    bool target(const Span& s, bool in_place = false) {
+        in_place = in_place && t_.weight.kind == ML_FLOAT32 && stores_weight_;
+        w_ = in_place ? (float*)t_.weight.values + s.row * t_.cols + s.col : b_.w;
+        if (!in_place) decode_weight(s);
         if (has_first_) decode(t_.first, t_.cols, s, b_.codes(), b_.m);
         decode_second(s);
-        const TileBuffers buffers{g_, old_w, b_.w, b_.m, b_.v, weight_draw_, first_draw_, second_draw_,
+        const TileBuffers buffers{g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr, weight_draw_, first_draw_, second_draw_,
                                   after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, kLanes), after(s, t_.weight, kLanes),
                                   after(s, t_.first, kChunk), after(s, t_.second, kChunk)};
-        const Peaks peaks = rule_(t_, s.n, s.chunk, buffers);
+        const bool finite = rule_(t_, s.n, s.chunk, buffers);
         for (int e = s.n; e % kLanes; ++e) b_.w[e] = b_.m[e] = b_.v[e] = 0.0f;
-        return from_bits(peaks.target) * reach_ <= kLargest && peaks.moment <= bits(kLargest);
+        return finite;
     }
 
     void decode_second(const Span& s) {
@@ -147,14 +144,6 @@ class Pipeline {
     }
 
   private:
-    static constexpr float kLargest = 0x1p126f;  // `tile.LARGEST` of the specification
-
-    // What an error of rounding may grow to in the first moment, over the largest target.
-    static float reach(bool injects, float inject) {
-        const float reached = injects ? 4.0f * std::fabs(inject) : 1.0f;
-        return reached > 1.0f ? reached : 1.0f;
-    }
-
     bool note_largest(vi float_bits) {
         largest_ = (uint32_t)horizontal_max(float_bits);
         return largest_ <= kLargestRoot;
@@ -210,12 +199,19 @@ class Pipeline {
         const MlStorage& weight = t_.weight;
         const Metadata* blocks = known ? known : weight_blocks(s);
         const Injection inject = inject_ ? Injection{b_.m, splat(t_.inject)} : Injection{};
-        encode(weight, t_.cols, s, b_.w, weight_draw_.thresholds, blocks, b_.codes(), inject, dry);
+        encode(weight, t_.cols, s, w_, weight_draw_.thresholds, blocks, b_.codes(), inject, dry);
         if (is_scaled(weight) && !known) {
             const int64_t first = metadata_index(weight, s);
             for_each_block(s, weight.block, [&](int, int, int k) { write_metadata(weight, first + k, blocks[k]); });
         }
         for (int e = s.n; inject && e % kLanes; ++e) b_.m[e] = 0.0f;
+        if (inject && t_.first.kind == ML_FLOAT32) saturate(b_.m, s.n);
+    }
+
+    // What an injection may carry past the largest finite number stops there, as in every other format.
+    static void saturate(float* x, int n) {
+        const vf largest = splat(kLargest);
+        for (int e = 0; e < n; e += kLanes) store(x + e, min(max(load<vf>(x + e), -largest), largest));
     }
 
     // The weight's scales under its policy.
@@ -262,7 +258,7 @@ class Pipeline {
         if (!known.weight && is_long(t_.weight)) {
             Summary summary(t_.weight, n);
             for_each_part(row, col, n, [&](const Span& s) {
-                bad += retarget(s) ? 0 : count_unstorable(s.n);
+                bad += retarget(s) ? 0 : count_lost(s.n);
                 summary.add(b_.w, s.n);
             });
             if (bad) return bad;
@@ -273,7 +269,7 @@ class Pipeline {
         if (is_long(t_.first) || is_long(t_.second)) {
             Summary of_first(t_.first, n), of_second(t_.second, n);
             for_each_part(row, col, n, [&](const Span& s) {
-                bad += retarget(s) ? 0 : count_unstorable(s.n);
+                bad += retarget(s) ? 0 : count_lost(s.n);
                 if (bad) return;
                 round_weight_dry(s, known.weight);
                 if (is_long(t_.first)) of_first.add(b_.m, s.n);
@@ -302,12 +298,12 @@ class Pipeline {
 
     MlTask& t_;
     Workspace& b_;
-    const float* g_ = nullptr;  // the loaded gradient: in the workspace, or where it is stored
+    const float* g_ = nullptr;  // the loaded gradient and the target: in the workspace, or where they are stored
+    float* w_ = nullptr;
     uint32_t largest_ = 0;  // float bits of the loaded gradient's largest magnitude
     const Metadata* weight_scale_;
     const float* mean_rows_;
     const bool has_first_, inject_;
-    const float reach_;
     const bool stores_weight_, stores_first_;
     const RuleFunction rule_;
     const Draw weight_draw_, first_draw_, second_draw_;

@@ -37,7 +37,7 @@ class ChunkRandom {
 // What stochastic rounding compares a fraction with: (u + 1/2) / 2^16, exact, with or without fusing.
 inline vf threshold(vu words) {
     const vf u = to_float((vi)(words >> 16));
-    return kHasFma ? fma(u, splat(0x1p-16f), splat(0x1p-17f)) : u * 0x1p-16f + 0x1p-17f;
+    return multiply_add(u, splat(0x1p-16f), splat(0x1p-17f));
 }
 
 // The integer u below 2^16 that a threshold was made of.

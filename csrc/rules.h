@@ -12,13 +12,16 @@
 namespace masterless {
 inline namespace MASTERLESS_ISA {
 
+constexpr float kLargest = 0x1.fffffep127f;  // where moments stop short of infinity
+
 struct Scalars {  // as vectors, so that no loop has to spread them
     vf step_size, decay, l2, keep1, rate1, keep2, rate2, bias2, eps, clip;
+    bool has_eps;
 
     explicit Scalars(const MlTask& t)
         : step_size(splat(t.step_size)), decay(splat(t.decay)), l2(splat(t.l2)), keep1(splat(t.keep1)),
           rate1(splat(t.rate1)), keep2(splat(t.keep2)), rate2(splat(t.rate2)), bias2(splat(t.bias2)),
-          eps(splat(t.eps)), clip(splat(t.clip)) {}
+          eps(splat(t.eps)), clip(splat(t.clip)), has_eps(t.eps > 0.0f) {}
 };
 
 // This step's innovation (g * g for most rules) to the updated average; a factored one was updated before.
@@ -36,9 +39,10 @@ struct Update {
     vf first, second, direction, denominator;
 };
 
-// What a rule divides by is not negative; where it is zero nothing moves.
-inline vf quotient(vf numerator, vf denominator) {
-    return select(denominator > 0.0f, numerator / denominator, vf{});
+// What a rule divides by is not negative; where it is zero, which an eps prevents, nothing moves.
+inline vf quotient(vf numerator, vf denominator, const Scalars& c) {
+    const vf ratio = numerator / denominator;
+    return c.has_eps ? ratio : select(denominator > 0.0f, ratio, vf{});
 }
 
 inline vf ema(vf m, vf g, const Scalars& c) { return m + (g - m) * c.rate1; }
@@ -62,7 +66,7 @@ struct AdamUpdateUnits {
     template <bool kFirst> static constexpr bool has_denominator() { return false; }
     template <bool kFirst> static Update step(vf g, vf u, const SecondMoment& second_moment, const Scalars& c) {
         const vf v = second_moment(g * g);
-        const vf normalised = quotient(g, sqrt(v) * c.bias2 + c.eps);
+        const vf normalised = quotient(g, sqrt(v) * c.bias2 + c.eps, c);
         u = kFirst ? ema(u, normalised, c) : normalised;
         return {u, v, u, vf{}};
     }
@@ -76,7 +80,7 @@ struct AdamWeightUnits {
         const vf v = second_moment(g * g);
         const vf d = sqrt(v) * c.bias2 + c.eps;
         if (!kFirst) return {vf{}, v, g, d};
-        u = u * c.keep1 + quotient(g, d) * c.rate1;
+        u = u * c.keep1 + quotient(g, d, c) * c.rate1;
         return {u, v, u, vf{}};
     }
 };
@@ -101,7 +105,7 @@ struct RmsProp {
         const vf v = second_moment(g * g);
         const vf d = sqrt(v) + c.eps;
         if (!kFirst) return {vf{}, v, g, d};
-        buf = buf * c.keep1 + quotient(g, d) * c.rate1;
+        buf = buf * c.keep1 + quotient(g, d, c) * c.rate1;
         return {buf, v, buf, vf{}};
     }
 };
@@ -136,7 +140,7 @@ struct Adafactor {
         const vf v = second_moment(g * g);
         const vf d = max(sqrt(v), c.eps);
         if (!kFirst) return {vf{}, v, g, d};
-        m = ema(m, quotient(g, d) * c.clip, c);
+        m = ema(m, quotient(g, d, c) * c.clip, c);
         return {m, v, m, vf{}};
     }
 };
@@ -149,7 +153,7 @@ struct AdafactorWeightUnits {
         const vf v = second_moment(g * g);
         const vf d = max(sqrt(v), c.eps);
         if (!kFirst) return {vf{}, v, g, d};
-        u = u * c.keep1 + quotient(g, d) * c.rate1;
+        u = u * c.keep1 + quotient(g, d, c) * c.rate1;
         return {u, v, u, vf{}};
     }
 };
@@ -178,22 +182,17 @@ struct Upcoming {
 };
 
 struct TileBuffers {
-    const float *g, *old_w;
-    float *w, *m, *v;
+    const float* g;
+    float *w, *m, *v, *backup;
     Draw weight, first, second;
     Upcoming next_gradient, next_weight, next_first, next_second;
 };
 
-// The largest magnitudes of a span's targets and of the moments that are stored, as float bits, which puts infinity and
-// NaN above the numbers.
-struct Peaks {
-    uint32_t target, moment;
-};
-
-// One rule over a span: w becomes the target W~ of old_w, m and v the new moments.
+// One rule over a span: w becomes the target W~ of what it was (which goes to `backup`, if there is one), m and v the
+// new moments. False if a target is not finite: all that can go wrong with a first moment shows there.
 // The random numbers of the span are drawn along the way, for a rule mostly waits for division and square root.
 template <class Rule, bool kFirst, bool kFactored>
-Peaks apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& buffers) {
+bool apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& buffers) {
     const TileBuffers b = buffers;  // a copy, which no store below can change
     const Scalars c(task);
     const float sign = task.maximize ? -1.0f : 1.0f;
@@ -201,7 +200,8 @@ Peaks apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& b
     constexpr bool kDenominator = Rule::template has_denominator<kFirst>();
     Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight, next_first = b.next_first,
              next_second = b.next_second;
-    vi targets{}, moments{};
+    vf finite{};  // zero times a number is zero, zero times anything else is NaN and stays so
+    const vf zero{}, largest = splat(kLargest);
     for (int start = 0; start < n; start += kChunk, ++chunk) {
         ChunkRandom weight_random(b.weight.key, chunk), first_random(b.first.key, chunk),
             second_random(b.second.key, chunk);
@@ -211,26 +211,26 @@ Peaks apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& b
         for (int e = start; e < stop; e += kLanes) {
             next_gradient.ask_for_more();
             next_weight.ask_for_more();
-            const vf w = load<vf>(b.old_w + e);
+            const vf w = load<vf>(b.w + e);
             const vf g = descent_gradient(load<vf>(b.g + e), w, sign, has_l2, c.l2);
             const SecondMoment second{Rule::kSecond ? load<vf>(b.v + e) : vf{}, kFactored, c};
             const Update u = Rule::template step<kFirst>(g, kFirst ? load<vf>(b.m + e) : vf{}, second, c);
-            const vf moved = kDenominator ? quotient(u.direction, u.denominator) : u.direction;
+            const vf moved = kDenominator ? quotient(u.direction, u.denominator, c) : u.direction;
             const vf target = w * c.decay - moved * c.step_size;
             store(b.w + e, target);
-            targets = max(targets, bits(magnitude(target)));
-            if (kFirst) store(b.m + e, u.first), moments = max(moments, bits(magnitude(u.first)));
-            if (Rule::kSecond) store(b.v + e, u.second);
-            if (Rule::kSecond && !kFactored) moments = max(moments, bits(magnitude(u.second)));
+            if (b.backup) store(b.backup + e, w);
+            finite = multiply_add(target, zero, finite);
+            if (kFirst) store(b.m + e, u.first);
+            if (Rule::kSecond) store(b.v + e, min(u.second, largest));
             if (b.weight.thresholds) store(b.weight.thresholds + e, threshold(weight_random.next()));
             if (b.first.thresholds) store(b.first.thresholds + e, threshold(first_random.next()));
             if (b.second.thresholds) store(b.second.thresholds + e, threshold(second_random.next()));
         }
     }
-    return {(uint32_t)horizontal_max(targets), (uint32_t)horizontal_max(moments)};
+    return all(finite == 0.0f);
 }
 
-using RuleFunction = Peaks (*)(const MlTask&, int, uint64_t, const TileBuffers&);
+using RuleFunction = bool (*)(const MlTask&, int, uint64_t, const TileBuffers&);
 
 template <class Rule, bool kFirst>
 RuleFunction choose(bool factored) {

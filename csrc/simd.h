@@ -173,6 +173,9 @@ inline bool all(vi mask) {
 }
 #endif
 
+// a * b + c, rounded once or twice: only where that makes no difference.
+inline vf multiply_add(vf a, vf b, vf c) { return kHasFma ? fma(a, b, c) : a * b + c; }
+
 inline vf load_bf16(const uint16_t* p) { return from_bits(load_halves(p) << 16); }
 
 }  // namespace MASTERLESS_ISA

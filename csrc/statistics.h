@@ -95,7 +95,7 @@ struct SumUnit {
 };
 
 // An average of finite numbers is finite; its rounding need not be.
-inline float finite(float average) { return average < 0x1.fffffep127f ? average : 0x1.fffffep127f; }
+inline float finite(float average) { return average < kLargest ? average : kLargest; }
 
 inline double square(float x) { return (double)x * (double)x; }
 
@@ -147,7 +147,7 @@ inline void load_adafactor_update(const MlTask& t, Pipeline& p, Workspace& work,
     for (int e = 0; e < s.n; e += kLanes) {
         const SecondMoment second{load<vf>(work.v + e), t.second.kind == ML_FACTORED, c};
         const Update u = Adafactor::step<false>(load<vf>(g + e), vf{}, second, c);
-        store(work.g + e, quotient(u.direction, u.denominator));
+        store(work.g + e, quotient(u.direction, u.denominator, c));
     }
     for (int e = s.n; e % kLanes; ++e) work.g[e] = 0.0f;
 }
@@ -303,7 +303,7 @@ inline void adafactor_close(Statistics& x) {
 inline void target_peak(Statistics& x, int64_t item, Workspace& work) {
     x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
         p.load_gradient(s);
-        if (!p.target(s)) x.bad += p.count_unstorable(s.n);
+        if (!p.target(s)) x.bad += p.count_lost(s.n);
         x.target_peak.raise(absmax(work.w, s.n));
     });
 }

@@ -71,7 +71,7 @@ def count_bad(task: Task) -> int:
 def step(task: Task) -> int:
     """As `reference.step`, in slabs, and together with the ranks that hold other parts of the parameter.
 
-    Returns how many elements could not be stored, though their gradients are finite.
+    Returns how many targets are not finite, though their gradients are.
     """
     grad = _rows_of(task)
     if not grad.numel() and not task.sharded:  # an empty shard still takes part in what the others agree on
@@ -79,13 +79,13 @@ def step(task: Task) -> int:
     if task.indivisible and task.ranks.any(count_bad(task) > 0):
         return 0
     known = statistics.collect(task, grad)
-    if known.unstorable:
-        return known.unstorable
+    if known.lost:
+        return known.lost
     agreed, count = None, 0
     if task.first_col is not None:
         bad = tile.bad_elements(grad)
-        unstorable = statistics.advance_rows(task, known, torch.where(bad, 0.0, grad), 0, grad.shape[0])[2]
-        agreed, count = task.ranks.whole_chunks(bad | unstorable, task.first_col), int(unstorable.sum())
+        lost = ~statistics.advance_rows(task, known, torch.where(bad, 0.0, grad), 0, grad.shape[0])[0].isfinite()
+        agreed, count = task.ranks.whole_chunks(bad | lost, task.first_col), int(lost.sum())
     for a, b in statistics.slabs(*grad.shape):
         bad = tile.bad_elements(grad[a:b]) if agreed is None else agreed
         count += reference.step_rows(task, known, grad[a:b], bad, a, b)

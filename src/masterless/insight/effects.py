@@ -145,7 +145,7 @@ def _exact(
     if first in before.states and update.first is not None:
         moments[first] = update.first
         if compensated:
-            residue = tile.injection(c, target - weight.decode())
+            residue = tile.injected(update.first, c, target - weight.decode()) - update.first
             injected = _ratio(float(residue.norm()), float(update.first.norm()))
             moments[first] = update.first + residue
     if second in before.states and update.second is not None:

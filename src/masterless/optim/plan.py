@@ -78,8 +78,8 @@ class StepPlan:
     def step(self, optimizer: LowBitOptimizer, members: Sequence[Member]) -> list[tuple[Member, int]]:
         """Steps the parameters that have a gradient; returns those with bad elements, and how many.
 
-        If a gradient is not finite that must be (``nonfinite="raise"``), nothing has moved. New values that cannot be
-        stored are found only on the way: their tiles stay, the others have moved.
+        If a gradient is not finite that must be (``nonfinite="raise"``), nothing has moved. A target that is not
+        finite is found only on the way: its tile stays, the others have moved.
         """
         members, grads = self._with_gradients(optimizer, members)
         if not members:
@@ -109,7 +109,7 @@ class StepPlan:
         where = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
         if self.moved:
             return (
-                f"the step would have made weights or states that are not finite (or above 2^126) in {where}. Their "
+                f"the step would have made weights that are not finite in {where}. Their "
                 f"tiles were left as they were, everything else has been stepped. Check the learning rate and eps, or "
                 f"pass nonfinite='skip' to go on and only count them"
             )
@@ -372,7 +372,7 @@ def _perform(batch: Batch, turn: dispatch.Turn) -> dispatch.Outcome:
     mine, bad = bad, _of_all_ranks(batch, bad) if any(sharded) else bad.copy()
     moved = not bool((bad * np.asarray(turn.must_be_finite)).any())
     if moved:
-        more = np.zeros_like(bad)  # than their gradients say: what could not be stored
+        more = np.zeros_like(bad)  # than their gradients say: targets
         for (backend, indices, prepared), own in zip(batch.parts, turns, strict=True):
             outcome = backend.step(prepared, replace(own, must_be_finite=[False]))  # they are: no need to look again
             more[indices] = np.maximum(outcome.bad - mine[indices], 0)

@@ -14,9 +14,9 @@ Contract, row by row::
     * A gradient that is not finite (or whose square is not) never touches anything stored: its tile, the
       smallest run of whole chunks and whole blocks of the row, keeps every byte it had. A weight with one
       scale per tensor and a factored second moment make the whole parameter one tile.
-    * So does a tile whose target or moments could not be stored (`tile.unstorable`), whatever made them so; of a weight
-      with one scale, the whole parameter. (A factored second moment is an average of the gradients, which are finite:
-      it goes on.)
+    * So does a tile with a target that is not finite, whatever made it so; of a weight with one scale, the whole
+      parameter. (A factored second moment is an average of the gradients, which are finite: it goes on.) A moment that
+      overflows though the target does not stops at the largest finite number.
     * Slabs of rows and shards of parameters are `backends.reference`'s, which calls `step_rows` for each.
 """
 
@@ -36,7 +36,7 @@ from masterless.step.task import Task as Task
 
 
 def step(task: Task) -> int:
-    """Performs one parameter's step in place; returns how many elements were bad: not finite, or not to be stored."""
+    """Performs one parameter's step in place; returns how many gradients or targets were not finite."""
     rows, cols = task.weight.layout.rows, task.weight.layout.cols
     if rows * cols == 0:
         return 0
@@ -46,8 +46,8 @@ def step(task: Task) -> int:
     if count and task.indivisible:
         return count
     known = statistics.collect(task, grad)
-    if known.unstorable:
-        return known.unstorable
+    if known.lost:
+        return known.lost
     count += step_rows(task, known, grad, bad, 0, rows)
     finish(task, known)
     return count
@@ -62,19 +62,18 @@ def finish(task: Task, known: Known) -> None:
 def step_rows(task: Task, known: Known, grad: Tensor, bad: Tensor, start: int, stop: int) -> int:
     """Steps some rows, given their gradient, but for the tiles with bad elements.
 
-    Returns how many elements of the other tiles could not be stored.
+    Returns how many targets in the other tiles are not finite.
     """
     weight, c = task.weight, known.scalars
     cols = weight.layout.cols
     any_bad = bool(bad.any())
     if any_bad:
         grad = torch.where(bad, 0.0, grad)
-    target, update, unstorable = statistics.advance_rows(task, known, grad, start, stop)
-    count = 0
-    if bool(unstorable.any()):
-        any_bad, unstorable = True, unstorable & ~_whole_tiles(bad, task.chunks_per_tile)
-        bad, count = bad | unstorable, int(unstorable.sum())
-        target = torch.where(bad, 0.0, target)
+    target, update = statistics.advance_rows(task, known, grad, start, stop)
+    lost, count = ~target.isfinite(), 0
+    if bool(lost.any()):
+        any_bad, lost = True, lost & ~_whole_tiles(bad, task.chunks_per_tile)
+        bad, count = bad | lost, int(lost.sum())
 
     def random_bits(purpose: str) -> Tensor | None:
         if task.rounding[purpose] == "nearest":
@@ -92,7 +91,7 @@ def step_rows(task: Task, known: Known, grad: Tensor, bad: Tensor, start: int, s
     new_weight = codec.encode(target, weight.format, u, scale=scale)
     first = update.first
     if task.inject and first is not None:
-        first = first + tile.injection(c, target - codec.decode(new_weight, cols, weight.format))
+        first = tile.injected(first, c, target - codec.decode(new_weight, cols, weight.format))
     if known.weight_scale is not None:
         del new_weight["scale"]
     writes = [] if task.scale_policy == scaling.FROZEN else [(weight, new_weight)]
@@ -100,7 +99,9 @@ def step_rows(task: Task, known: Known, grad: Tensor, bad: Tensor, start: int, s
         first = None
     for storage, value, purpose in ((task.first, first, "exp_avg"), (task.second, update.second, "exp_avg_sq")):
         if storage is not None and value is not None and storage.format.kind not in ("none", "factored"):
-            new = codec.encode(value, storage.format, random_bits(purpose), rounding=task.rounding[purpose])
+            new = codec.encode(
+                tile.storable(value), storage.format, random_bits(purpose), rounding=task.rounding[purpose]
+            )
             writes.append((storage, new))
     for storage, new in writes:
         if any_bad:

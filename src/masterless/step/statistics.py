@@ -34,13 +34,13 @@ class Known:
         scalars: of the rule, complete.
         row_means: of a factored second moment: the mean of each matrix's row factors.
         weight_scale: the new scale of a weight that has only one.
-        unstorable: of such a weight: elements whose new values could not be stored. If there are any, it stays.
+        lost: targets of such a weight that are not finite. If there are any, it stays.
     """
 
     scalars: Scalars
     row_means: Tensor | None = None
     weight_scale: Tensor | None = None
-    unstorable: int = 0
+    lost: int = 0
 
 
 def slabs(rows: int, cols: int) -> Iterator[tuple[int, int]]:
@@ -57,7 +57,7 @@ def collect(task: Task, grad: Tensor) -> Known:
     if task.rule.finish is not None:
         known.scalars = _adafactor_scalars(task, grad, known)
     if task.one_scale:
-        known.weight_scale, known.unstorable = _one_scale(task, grad, known)
+        known.weight_scale, known.lost = _one_scale(task, grad, known)
     return known
 
 
@@ -69,15 +69,13 @@ def bad_rows(task: Task, grad: Tensor, start: int, stop: int) -> Tensor:
     return bad
 
 
-def advance_rows(task: Task, known: Known, grad: Tensor, start: int, stop: int) -> tuple[Tensor, Update, Tensor]:
-    """Of some rows, given their gradient: the target, the rule's update, and which elements could not be stored."""
+def advance_rows(task: Task, known: Known, grad: Tensor, start: int, stop: int) -> tuple[Tensor, Update]:
+    """Of some rows, given their gradient: where the weights should go, and the rule's update that says so."""
     w = tile.decoded(task.weight, start, stop)
     assert w is not None
     g = tile.descent_gradient(grad, w, known.scalars, task.maximize)
     m, second = tile.decoded(task.first, start, stop), second_moment(task, known, start, stop)
-    target, update = tile.advance(task.rule, known.scalars, g, w, m, second)
-    stored = None if m is None else update.first, None if task.factored else update.second
-    return target, update, tile.unstorable(target, *stored, known.scalars.inject if task.inject else 0.0)
+    return tile.advance(task.rule, known.scalars, g, w, m, second)
 
 
 def second_moment(task: Task, known: Known, start: int, stop: int) -> SecondMoment | None:
@@ -190,11 +188,11 @@ def _adafactor_scalars(task: Task, grad: Tensor, known: Known) -> Scalars:
 
 
 def _one_scale(task: Task, grad: Tensor, known: Known) -> tuple[Tensor, int]:
-    peaks, unstorable = [], 0
+    peaks, lost = [], 0
     for a, b in slabs(*grad.shape):
-        target, _, bad = advance_rows(task, known, grad[a:b], a, b)
+        target, _ = advance_rows(task, known, grad[a:b], a, b)
         peaks.append(target.abs().amax())
-        unstorable += int(bad.sum())
+        lost += int((~target.isfinite()).sum())
     absmax = torch.stack(peaks).amax().view(1, 1)
     held = task.weight.tensors["scale"]
-    return scaling.scale_from_absmax(task.weight.format, task.scale_policy, absmax, held), unstorable
+    return scaling.scale_from_absmax(task.weight.format, task.scale_policy, absmax, held), lost

@@ -13,27 +13,13 @@ from masterless.formats import codec
 from masterless.formats.storage import Storage
 from masterless.step.rules import Rule, Scalars, SecondMoment, Update, quotient
 
-LARGEST = 2.0**126  # what is stored stays below it, so that nothing an encoder computes from it overflows
+LARGEST = torch.finfo(torch.float32).max
 
 
 def bad_elements(grad: Tensor) -> Tensor:
     """Where a gradient, or its square, is not finite."""
     wide = grad.to(torch.float32)
     return ~(wide * wide).isfinite()
-
-
-def unstorable(target: Tensor, first: Tensor | None, second: Tensor | None, inject: float) -> Tensor:
-    """Where a step's results are too large to be stored, or no numbers.
-
-    What rounding takes from a target is at most twice the largest target of its block; `inject` times that is added to
-    the first moment, which must hold it, too.
-    """
-    reach = max(1.0, 4.0 * abs(float(torch.tensor(inject))))
-    bad = ~((target * reach).abs() <= LARGEST)
-    for moment in (first, second):
-        if moment is not None:
-            bad = bad | ~(moment.abs() <= LARGEST)
-    return bad
 
 
 def descent_gradient(grad: Tensor, w: Tensor, c: Scalars, maximize: bool) -> Tensor:
@@ -63,14 +49,22 @@ def advance(
     return w * c.decay - moved(update) * c.step_size, update
 
 
+def storable(moment: Tensor) -> Tensor:
+    """A new moment as it is stored: what overflows stops at the largest finite number.
+
+    A first moment can do so only by an injection: otherwise it would have taken the target with it.
+    """
+    return moment.clamp(-LARGEST, LARGEST)
+
+
 def moved(update: Update) -> Tensor:
     """The step before its size: the update's direction over its denominator."""
     return update.direction if update.denominator is None else quotient(update.direction, update.denominator)
 
 
-def injection(c: Scalars, error: Tensor) -> Tensor:
-    """What a momentum in weight units gains for the coming steps to give back an error of rounding the weight."""
-    return error * c.inject
+def injected(u: Tensor, c: Scalars, error: Tensor) -> Tensor:
+    """A momentum in weight units, with what makes the coming steps give back an error of rounding the weight."""
+    return u + error * c.inject
 
 
 def keeps_first(rule: Rule, c: Scalars) -> bool:

@@ -250,8 +250,8 @@ def _given_by_ranks(record: NDArray[Any], task: Task) -> Tensor | None:
     grad = task.grad.detach().reshape(task.weight.layout.rows, task.weight.layout.cols)
     if task.rule.finish is not None or task.scalars.l2:
         known = statistics.collect(task, grad)
-        if known.unstorable:
-            record["rows"], record["bad"] = 0, known.unstorable
+        if known.lost:
+            record["rows"], record["bad"] = 0, known.lost
             return None
         _fill_scalars(record, known.scalars)
         means = known.row_means
