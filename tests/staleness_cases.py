@@ -33,7 +33,9 @@ def through(name: str, scale: float | None = None) -> Rounding:
     def round_(x: np.ndarray, key: int | None = None) -> np.ndarray:
         rows = as_rows(x)
         held = None if scale is None else torch.full((len(rows), 1), scale)
-        stored = codec.encode(rows, format, None if key is None else dither(key, *rows.shape), scale=held)
+        stored = codec.encode(
+            rows, format, None if key is None else dither(key, *rows.shape), rounding="stochastic-value", scale=held
+        )
         return codec.decode(stored, 128, format).numpy().astype(float).ravel()[: x.size]
 
     return round_

@@ -36,6 +36,7 @@ class ReferenceBackend:
         """All of them."""
         return [task for tasks in prepared for task in tasks]
 
+    @reference.exact_arithmetic()
     def step(self, prepared: Sequence[Task], turn: Turn, only_survey: bool = False) -> Outcome:
         """One task after the other."""
         tasks = [at(task, turn, i) for i, task in enumerate(prepared)]

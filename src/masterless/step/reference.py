@@ -17,10 +17,15 @@ Contract, row by row::
     * So does a tile with a target that is not finite, whatever made it so; of a weight with one scale, the whole
       parameter. (A factored second moment is an average of the gradients, which are finite: it goes on.) A moment that
       overflows though the target does not stops at the largest finite number.
+    * Every number counts, denormal ones included (`exact_arithmetic`).
     * Slabs of rows and shards of parameters are `backends.reference`'s, which calls `step_rows` for each.
 """
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -35,6 +40,30 @@ from masterless.step.statistics import Known
 from masterless.step.task import Task as Task
 
 
+@contextmanager
+def exact_arithmetic() -> Iterator[None]:
+    """Denormal numbers are numbers in here, whatever `torch.set_flush_denormal` was told, which is each thread's own.
+
+    Python's own floats show what holds for this thread. Other threads of torch may have been started under either, so
+    there are none in here if this one flushes.
+    """
+    if sys.float_info.min * _half != 0.0:
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(True)
+        torch.set_num_threads(threads)
+
+
+_half = 0.5  # a variable: the product above must be computed when it is asked for
+
+
+@exact_arithmetic()
 def step(task: Task) -> int:
     """Performs one parameter's step in place; returns how many gradients or targets were not finite."""
     rows, cols = task.weight.layout.rows, task.weight.layout.cols

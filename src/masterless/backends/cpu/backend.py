@@ -33,6 +33,7 @@ from masterless.formats.packing import row_bytes
 from masterless.formats.storage import Storage
 from masterless.step import dispatch, statistics
 from masterless.step.dispatch import Outcome, Turn
+from masterless.step.reference import exact_arithmetic
 from masterless.step.rules import Scalars
 from masterless.step.task import Task
 
@@ -84,6 +85,7 @@ def _format_fields(format: Format) -> dict[str, Any]:
             "zero_code": format.zero_code,
             "limit": top * 2.0**format.fine_bits,
             "max_level": top,
+            "negative_factor": format.negative_factor,
             "overflow_level": scaling.overflow_level(format),
             "waste_level": scaling.WASTE * top,
             "fresh_factor": scaling.HEADROOM / top,
@@ -170,6 +172,7 @@ class CpuBackend:
             [codes for part in prepared for codes in part.codes],
         )
 
+    @exact_arithmetic()
     def step(self, prepared: Prepared, turn: Turn, only_survey: bool = False) -> Outcome:
         """All tasks in one call."""
         records = prepared.records.copy() if prepared.shared else prepared.records
