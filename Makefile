@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEERS  := $(VENV)/.peers
+HF     := $(VENV)/.hf
 SOURCES := $(wildcard csrc/*) CMakeLists.txt pyproject.toml constraints.txt
 
 .PHONY: setup demo test lint bench study clean help
@@ -21,7 +22,11 @@ setup: $(STAMP)            ## create .venv and install the package with its tool
 demo: setup                ## train one small transformer under several presets and compare (about 5 minutes)
 	$(BIN)/masterless compare --out runs/demo
 
-test: lint                 ## linters, then every test
+$(HF): $(STAMP) constraints.txt
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[hf]'
+	touch $@
+
+test: lint $(HF)           ## linters, then every test, those against Hugging Face's packages and Lightning included
 	$(BIN)/python -m pytest
 
 $(PEERS): benchmarks/peers.txt | setup
@@ -29,11 +34,12 @@ $(PEERS): benchmarks/peers.txt | setup
 	touch $@
 
 bench: $(PEERS)            ## the step's speed against torch and other libraries, growth, memory (an idle machine, please)
-	$(BIN)/masterless bench --out benchmarks/results --figures docs/figures
+	$(BIN)/python benchmarks/bench.py --out benchmarks/results
 	$(BIN)/python benchmarks/update_docs.py
 
 study: setup               ## the studies behind the documentation's tables: hours, resumable at any kill
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[study]'
+	$(BIN)/python -m benchmarks.recipes run
 	$(BIN)/python benchmarks/study.py all
 	$(BIN)/python benchmarks/finetune_study.py
 	$(BIN)/python benchmarks/tasks_study.py

@@ -45,7 +45,7 @@ def frontier_points() -> list[dict[str, Any]]:
 
 
 def draw_frontier(path: Path) -> None:
-    """Loss gap against bytes a parameter; bars span the seeds."""
+    """Loss gap against bytes per parameter; bars span the seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
@@ -70,7 +70,7 @@ def draw_frontier(path: Path) -> None:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlim(0.95, 18)  # room for labels
-    axes.set_xlabel("bytes a parameter while training: weight and optimizer states, scales included")
+    axes.set_xlabel("bytes per parameter while training: weight and optimizer states, scales included")
     axes.set_ylabel("validation loss against the best fp32 AdamW, %")
     axes.legend(fontsize="small", loc="lower left", bbox_to_anchor=(0.36, 0.08))
     path.parent.mkdir(parents=True, exist_ok=True)

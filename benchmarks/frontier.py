@@ -140,7 +140,7 @@ def learning_rate() -> list[Experiment]:
 
 
 def one_byte() -> list[Experiment]:
-    """What is the best use of 8 bits a parameter? Weights plus first moment, with a factored second moment."""
+    """What is the best use of 8 bits per parameter? Weights plus first moment, with a factored second moment."""
     rows = [
         FP32,
         FP32_BEST,

@@ -22,11 +22,11 @@ import torch
 from jobs import Job, Row, load, run_missing
 
 from masterless import AdamW, Monitor, quantize_
-from masterless.insight import staleness
 from masterless.insight.monitor import totals
 from masterless.lab.models import GPT, GPTConfig
 from masterless.lab.train import TrainSettings, stdlib_corpus, train
 from masterless.optim import NonFiniteGradientError
+from masterless.step import staleness
 
 RESULTS = Path(__file__).parent / "results" / "staleness.jsonl"
 BETA2 = 0.999

@@ -5,8 +5,8 @@
 
 Every finished run is a line of a file in ``benchmarks/results``; runs that are in any of them are not repeated. All
 runs train a byte-level GPT on the standard library's source text: unless a row says otherwise 2 layers, d = 128, 393k
-parameters in the inner matrices, 512 tokens a step, cosine schedule. Losses are on held-out documents; runs of one seed
-see the same batches.
+parameters in the inner matrices, 512 tokens per step, cosine schedule. Losses are on held-out documents; runs of one
+seed see the same batches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 
 import frontier
 
-from masterless.lab.train.experiment import Experiment, load_rows, run_all
+from masterless.interop.files import read_json_lines
+from masterless.lab.train.experiment import Experiment, run_all
 from masterless.optim.presets import PRESETS
 
 RESULTS = Path(__file__).parent / "results"
@@ -144,7 +145,7 @@ def results_file(study: str) -> Path:
 def finished(experiments: Sequence[Experiment]) -> list[dict[str, Any]]:
     """The rows of these experiments, from whatever study ran them."""
     wanted = {experiment.identity for experiment in experiments}
-    found = (row for path in sorted(RESULTS.glob("*.jsonl")) for row in load_rows(path))
+    found = (row for path in sorted(RESULTS.glob("*.jsonl")) for row in read_json_lines(path))
     return list({row["id"]: row for row in found if row.get("id") in wanted}.values())
 
 
@@ -216,7 +217,7 @@ def references(groups: dict[str, list[dict[str, Any]]]) -> dict[str, list[list[d
 
 
 def table(rows: Sequence[dict[str, Any]], experiments: Sequence[Experiment]) -> str:
-    """A markdown table, one line a label: gaps to the first full-precision row, and to the best if it is another."""
+    """A markdown table, one line per label: gaps to the first full-precision row, and to the best if it is another."""
     groups = grouped(rows, experiments)
     if not groups:
         return "(not run yet)"

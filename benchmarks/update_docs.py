@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import bench_figures
 import dither_study
 import figures
 import finetune_study
@@ -121,6 +122,15 @@ def outdated() -> Iterator[tuple[Path, str]]:
             yield page, updated
 
 
+def _draw_bench() -> None:
+    results = study.RESULTS / "bench.json"
+    document = json.loads(results.read_text()) if results.exists() else {}
+    if document.get("step"):
+        bench_figures.draw_step(document, FIGURES / "bench.png")
+    if document.get("growth"):
+        bench_figures.draw_growth(document, FIGURES / "growth.png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a table is out of date")
@@ -129,6 +139,7 @@ def main() -> None:
     if not arguments.check:
         figures.draw_frontier(FIGURES / "frontier.png")
         staleness_study.draw(load(staleness_study.RESULTS), FIGURES / "staleness.png")
+        _draw_bench()
     for page, text in stale:
         print(f"{'out of date' if arguments.check else 'updated'}: {page.relative_to(ROOT)}")
         if not arguments.check:

@@ -1,4 +1,4 @@
-"""Train a byte-level GPT in 1.3 bytes a parameter, sharded with FSDP2.
+"""Train a byte-level GPT in 1.3 bytes per parameter, sharded with FSDP2.
 
 Run it with ``torchrun --nproc-per-node 2 examples/fsdp2.py``; a run that was stopped goes on from its last checkpoint,
 with any number of ranks.

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from masterless.lab.plan import Model, Parameter
-from masterless.lab.plan.shapes import model_of_config
+from masterless.lab.plan.parameters import model_of_config
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 

@@ -13,7 +13,7 @@ import torch
 
 from masterless.formats import codec, parse
 from masterless.formats.rounding import dither
-from masterless.insight.staleness import (
+from masterless.step.staleness import (
     Grid,
 )
 
@@ -26,16 +26,15 @@ def as_rows(x: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.resize(np.asarray(x, dtype=np.float32), (-(-x.size // 128), 128)))
 
 
-def through(name: str, scale: float | None = None) -> Rounding:
+def through(name: str, scale: float | None = None, rounding: str = "stochastic") -> Rounding:
     """Rounds as the library stores, under a scale that is held (or the blocks' own); dithered if given a key."""
     format = parse(name)
 
     def round_(x: np.ndarray, key: int | None = None) -> np.ndarray:
         rows = as_rows(x)
         held = None if scale is None else torch.full((len(rows), 1), scale)
-        stored = codec.encode(
-            rows, format, None if key is None else dither(key, *rows.shape), rounding="stochastic-value", scale=held
-        )
+        u = None if key is None else dither(key, *rows.shape)
+        stored = codec.encode(rows, format, u, scale=held, rounding=rounding)
         return codec.decode(stored, 128, format).numpy().astype(float).ravel()[: x.size]
 
     return round_

@@ -3,19 +3,27 @@
 import importlib.util
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from masterless.backends.cpu import library as kernels
-from masterless.lab.bench import footprint, forward, growth, measure, parity, peers, report, shapes
-from masterless.lab.bench.entries import ADAMW, BASELINES, OURS, Entry, Gradients, Unavailable, build
+from masterless.lab.bench import footprint, forward, growth, parity, report, step_time, tensor_sizes
+from masterless.lab.bench.entries import ADAMW, BASELINES, OURS, Entry, Gradients, build
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import bench_figures  # noqa: E402
+import peer_libraries as peers  # noqa: E402
 
 typer_testing = pytest.importorskip("typer.testing")
 from masterless.lab.cli import app  # noqa: E402
 
 needs_kernel = pytest.mark.skipif(not kernels.available(), reason="no compiled kernel")
-SHAPES = shapes.SIZES["test"]
+SHAPES = tensor_sizes.SIZES["test"]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +46,7 @@ def entry(name="an entry", make=None, **options):
 
 @needs_kernel
 def test_the_document_has_ratios_bytes_machine_and_versions(tmp_path):
-    done = invoke("step", "--sizes", "test", "--threads", "1,2", "--repeats", "1", "--no-peers", "--json")
+    done = invoke("step", "--sizes", "test", "--threads", "1,2", "--repeats", "1", "--json")
     assert done.exit_code == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["machine"]["torch"] == torch.__version__ and document["parity"] == len(parity.CASES)
@@ -51,14 +59,17 @@ def test_the_document_has_ratios_bytes_machine_and_versions(tmp_path):
 
 @needs_kernel
 def test_files_and_tables(tmp_path):
-    options = ["--sizes", "test", "--threads", "1", "--repeats", "1", "--no-peers", "--only", "fp32 weights"]
+    options = ["--sizes", "test", "--threads", "1", "--repeats", "1", "--only", "fp32 weights"]
     done = invoke("step", "growth", "--largest", "20000", *options, "--out", str(tmp_path))
     assert done.exit_code == 0, done.stderr
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"bench.md", "bench.json", "bench.png", "growth.png"}
+    assert names == {"bench.md", "bench.json"}
     assert "fp32 weights, int8/log8" in done.stdout and "INT4" not in (tmp_path / "bench.md").read_text().split("##")[1]
     document = json.loads((tmp_path / "bench.json").read_text())
     assert report.markdown(report.step_table(document, "test")) in (tmp_path / "bench.md").read_text()
+    bench_figures.draw_step(document, tmp_path / "bench.png")
+    bench_figures.draw_growth(document, tmp_path / "growth.png")
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("bench.png", "growth.png"))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +100,7 @@ def test_no_speed_is_printed_if_the_kernel_differs_from_the_reference(monkeypatc
         return run(records, only_survey)
 
     monkeypatch.setattr(backend, "_run", forgetful)
-    done = invoke("step", "--sizes", "test", "--repeats", "1", "--no-peers")
+    done = invoke("step", "--sizes", "test", "--repeats", "1")
     assert done.exit_code == 1 and done.stdout == ""
     assert "differs from the reference" in done.stderr and "AdamW, INT4, int4/log2" in done.stderr
 
@@ -104,7 +115,9 @@ def test_without_a_kernel_there_is_nothing_to_measure(monkeypatch):
 
 
 def rows_with(*entries):
-    return {row.name: row for row in measure.measure("test", SHAPES, [BASELINES[0], *entries], 1, 1)}
+    times = step_time.StepTimes("test", SHAPES, [BASELINES[0]], 1, 1)
+    peers.measure(times, entries, 1, lambda what: None)
+    return {row.name: row for row in times.rows()}
 
 
 def test_a_peer_that_is_not_installed_keeps_its_row(monkeypatch):
@@ -124,9 +137,19 @@ def test_a_peer_that_fails_keeps_its_row():
 
 
 def test_a_peer_is_repeated_at_least_twice_and_not_much_longer_than_its_budget(monkeypatch):
-    monkeypatch.setattr(measure, "PEER_SECONDS", 0.0)
-    baseline = measure._Measured(BASELINES[0], Gradients(SHAPES), 1)
-    assert measure._measure_peer(entry(), Gradients(SHAPES), [baseline], 9).repeats == 2
+    monkeypatch.setattr(step_time, "GUEST_SECONDS", 0.0)
+    times = step_time.StepTimes("test", SHAPES, [BASELINES[0]], 1, 9)
+    times.add_guest(entry())
+    assert times.rows()[-1].repeats == 2
+
+
+@needs_kernel
+def test_the_script_adds_other_libraries_to_ours():
+    script = [sys.executable, str(BENCHMARKS / "bench.py"), "step", "--sizes", "test", "--threads", "1"]
+    done = subprocess.run([*script, "--repeats", "1", "--only", "AdamW8bit", "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = [row["name"] for row in json.loads(done.stdout)["step"]]
+    assert names == [ADAMW, "bitsandbytes AdamW8bit", "torchao AdamW8bit"]
 
 
 def test_silent_full_precision_is_seen_in_the_state():
@@ -158,7 +181,7 @@ def test_torchao_falls_back_where_a_size_is_no_multiple_of_its_block():
 
 def test_a_library_that_cannot_be_imported_says_why(monkeypatch):
     monkeypatch.setitem(peers.PACKAGES, "json", "pytest")  # installed, and has no such module
-    with pytest.raises(Unavailable, match="pytest does not import: ModuleNotFoundError"):
+    with pytest.raises(peers.Unavailable, match="pytest does not import: ModuleNotFoundError"):
         peers.load("json.no_such_module")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import masterless
 from masterless import formats
-from masterless.insight import staleness
+from masterless.step import staleness
 
 typer_testing = pytest.importorskip("typer.testing")
 from masterless.lab.cli import app  # noqa: E402

@@ -14,6 +14,7 @@ from test_train_command import TINY, cli, command, run, text  # noqa: F401
 from masterless.lab.commands.compare import SHARED, entry, summarize
 from masterless.lab.train.config import ConfigError
 from masterless.lab.train.experiment import Experiment
+from masterless.lab.train.report import cells, noise_note
 from masterless.optim.presets import PRESETS
 
 FLAGS = ["--steps", 12, "--eval-every", 4, "--seeds", 1, *TINY]
@@ -143,6 +144,26 @@ def test_summary_of_seeds_and_of_divergence():
     assert other["loss"] is None and other["gap"] is None and other["losses"] == [2.2]
     assert full["loss"] == pytest.approx(2.1) and full["loss_spread"] == pytest.approx(0.1414, rel=1e-3)
     assert full["gap"] == 0 and full["seconds_per_step"] == 0.5
+    rows[1]["loss"] = 2.42
+    other, full = summarize(rows)
+    assert other["gap"] == pytest.approx(0.1) and other["gap_spread"] == pytest.approx(0, abs=1e-9), "10% on each seed"
+    assert full["gap_spread"] is None and "2 seeds" in noise_note([other, full]) and "1%" in noise_note([other, full])
+    assert cells({**other, "gap_spread": 0.01})["gap"] == "+10.00% ±1.00%"
+    assert "no spread is known" in noise_note(summarize(rows[:1]))
+
+
+def test_a_spread_over_seeds_is_the_default(text, tmp_path):  # noqa: F811
+    """Without --seeds the table has a standard deviation; what it costs is in `STEPS`."""
+    done = run(
+        "compare", "--presets", "fp32,1-byte-int4", "--data", text, "--out", tmp_path / "out", "--steps", 6, *TINY
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert sorted((row["label"], row["seed"]) for row in rows) == [
+        (name, seed) for name in ("1-byte-int4", "fp32") for seed in (0, 1)
+    ]
+    assert done.stdout.count("±") >= 4 and "standard deviation over 2 seeds" in done.stdout
+    assert "standard deviation over 2 seeds" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_identity_of_earlier_results_is_unchanged():

@@ -2,8 +2,12 @@
 
 import copy
 import json
+import os
 import pickle
 import sys
+import warnings
+import zipfile
+from random import Random as random_source
 
 import pytest
 import safetensors.torch
@@ -12,7 +16,7 @@ from torch import nn
 from weight_cases import FORMATS, mlp, quantized, random, same_storage, visible
 
 import masterless as ml
-from masterless.interop import load_safetensors, save_safetensors
+from masterless.interop import FileError, load_safetensors, read_torch, save_safetensors
 from masterless.lab.models import GPT, GPTConfig
 from masterless.tensor.quantize import quantize_
 from masterless.tensor.quantized import QuantizedTensor
@@ -58,20 +62,11 @@ def test_state_dict_round_trips(tmp_path):
     assert same_storage(other[0].weight, model[0].weight) and isinstance(other[0].weight, nn.Parameter)
 
 
-def test_a_state_dict_in_another_format_is_converted():
-    model, finer = mlp("int4+4"), mlp("int8", seed=1)
-    finer.load_state_dict(model.state_dict())
-    expected = QuantizedTensor.from_dense(model[0].weight.detach().stored.decode(), "int8")  # hidden bits are used
-    assert str(finer[0].weight.format) == "int8:row" and same_storage(finer[0].weight, expected)
-    dense = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
-    finer.load_state_dict(dense.state_dict())
-    assert same_storage(finer[0].weight, QuantizedTensor.from_dense(dense[0].weight.detach(), "int8"))
-    dense.load_state_dict(model.state_dict())
-    assert torch.equal(dense[0].weight, visible(model[0].weight))
+def test_a_size_mismatch_is_torchs_to_say():
     with pytest.raises(RuntimeError, match="size mismatch"):
-        mlp().load_state_dict({k: v[:10] for k, v in dense.state_dict().items()})
+        mlp().load_state_dict({k: v[:10] for k, v in mlp().state_dict(keep_vars=True).items()})
     with pytest.raises(ValueError, match=r"\(96, 64\).*NaN or infinity"):
-        model[0].weight.detach().copy_(torch.full((96, 64), float("nan")))
+        mlp()[0].weight.encode_(torch.full((96, 64), float("nan")))
 
 
 # --- safetensors --------------------------------------------------------------------------------------------
@@ -183,7 +178,7 @@ def test_damaged_and_newer_files_are_refused(tmp_path):
     save_safetensors(mlp("int4"), path)
     tensors = safetensors.torch.load_file(path)
     with safetensors.safe_open(str(path), framework="pt") as file:
-        metadata = file.metadata()
+        metadata = {"masterless": file.metadata()["masterless"]}  # without the checksum, which would refuse them all
     without = {k: v for k, v in tensors.items() if k != "0.weight.scale"}
     safetensors.torch.save_file(without, path, metadata=metadata)
     refuse(mlp("int4", seed=1), path, r"damaged: '0.weight'.*'0.weight.scale'.*found none; save it again")
@@ -193,6 +188,104 @@ def test_damaged_and_newer_files_are_refused(tmp_path):
     newer = {"masterless": json.dumps({**json.loads(metadata["masterless"]), "layout": 2, "version": "9.0"})}
     safetensors.torch.save_file(tensors, path, metadata=newer)
     refuse(mlp("int4", seed=1), path, r"layout 2.*masterless 9\.0.*upgrade")
+
+
+def copies(path, count):
+    """Copies of a file with one bit flipped each, at seeded places all over it."""
+    source, raw = random_source(count), path.read_bytes()
+    target = path.with_name(f"flipped{path.suffix}")
+    for _ in range(count):
+        place = source.randrange(8 * len(raw))
+        content = bytearray(raw)
+        content[place // 8] ^= 1 << place % 8
+        target.write_bytes(content)
+        yield place, target
+
+
+def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
+    """Of safetensors and of what torch.save wrote: no damaged file loads as something else."""
+    model, plain = mlp("int4"), tmp_path / "model.safetensors"
+    save_safetensors(model, plain)
+    expected = {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    def same(state):
+        return list(state) == list(expected) and all(torch.equal(v + 0.0, expected[k] + 0.0) for k, v in state.items())
+
+    refused = 0
+    for place, path in copies(plain, 150):
+        other = mlp("int4", seed=1)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the flipped bit may be in the name of the digest
+                load_safetensors(other, path)
+            assert same(other.state_dict()), f"bit {place} was flipped and nobody noticed"
+        except ValueError:
+            refused += 1
+    assert refused > 140
+    saved, refused = tmp_path / "model.pt", 0
+    torch.save({"model": model.state_dict(), "step": 3}, saved)
+    assert same(read_torch(saved)["model"])
+    for place, path in copies(saved, 150):
+        try:
+            found = read_torch(path)
+            assert same(found["model"]) and found["step"] == 3, f"bit {place} was flipped and nobody noticed"
+        except FileError as error:
+            assert str(error).count("\n") == 0
+            refused += 1
+    assert refused > 110  # the rest is padding, which nobody reads
+
+
+def test_a_file_of_ours_without_a_checksum_loads_with_a_warning(tmp_path):
+    path, model = tmp_path / "model.safetensors", mlp("int4")
+    save_safetensors(model, path)
+    with safetensors.safe_open(str(path), framework="pt") as file:
+        metadata = {key: value for key, value in file.metadata().items() if key != "masterless.sha256"}
+    safetensors.torch.save_file(safetensors.torch.load_file(path), path, metadata=metadata)  # as it was before 0.2
+    other = mlp("int4", seed=1)
+    with pytest.warns(UserWarning, match="saved without a checksum"):
+        load_safetensors(other, path)
+    assert same_storage(other[0].weight, model[0].weight)
+
+
+LIES = {
+    "expanded": lambda: torch.zeros(1).expand(20_000, 20_000),
+    "meta": lambda: torch.empty(20_000, 20_000, device="meta"),
+    "sparse": lambda: torch.zeros(8, 8).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_tensors_without_their_elements_are_refused(name, tmp_path):
+    torch.save({"deep": [{"w": LIES[name]()}]}, tmp_path / "lie.pt")
+    with pytest.raises(FileError, match=r"lie\.pt: (holds a tensor|corrupt)"):
+        read_torch(tmp_path / "lie.pt")
+
+
+def test_a_quantized_tensor_that_lies_about_its_size_is_refused(tmp_path):
+    """528 bytes that call themselves 20000 x 20000: decoding them would read foreign memory."""
+    q = quantized(8, 64).detach()
+    torch.save({"w": q}, tmp_path / "w.pt")
+    with zipfile.ZipFile(tmp_path / "w.pt") as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    main = next(name for name in records if name.endswith("data.pkl"))
+    lie = records[main].replace(b"K\x08K@", b"M NM N")  # two BININT1 8, 64 -> two BININT2 20000 (0x4e20)
+    assert lie != records[main]
+    with zipfile.ZipFile(tmp_path / "w.pt", "w") as archive:
+        for record, content in records.items():
+            archive.writestr(record, lie if record == main else content)
+    with pytest.raises(FileError, match=r"w\.pt: "):
+        read_torch(tmp_path / "w.pt")
+
+
+def test_code_in_a_file_does_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'ran'}",)
+
+    torch.save({"w": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(FileError, match=r"evil\.pt: corrupt, or not a checkpoint"):
+        read_torch(tmp_path / "evil.pt")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_file_is_replaced_in_one_move_or_not_at_all(tmp_path, monkeypatch):

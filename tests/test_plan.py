@@ -18,7 +18,7 @@ from masterless.insight.memory import measure
 from masterless.lab.plan import Model, Settings, advise, load_model, make_plan
 from masterless.lab.plan.activations import activation_bytes, layer_bytes
 from masterless.lab.plan.architectures import ARCHITECTURES
-from masterless.lab.plan.shapes import Geometry, model_of_config
+from masterless.lab.plan.parameters import Geometry, model_of_config
 from masterless.lab.plan.table import shard_shape, why_dense
 from masterless.optim.presets import PRESETS
 from masterless.tensor.quantized import QuantizedTensor

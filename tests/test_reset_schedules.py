@@ -8,9 +8,9 @@ import torch
 from reset_cases import adamw, equal, gradients, parameter, run
 
 import masterless as ml
-from masterless.insight import staleness
 from masterless.optim import resets
 from masterless.optim.resets import MEASURE_EVERY, SOFT_SAMPLES, ResetSchedule, planned_period
+from masterless.step import staleness
 
 
 def reset_steps(opt, p, grads):

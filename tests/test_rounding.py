@@ -73,7 +73,7 @@ GOLDEN = {  # seed, step, name, purpose -> key, and the bits of row 1 of [2, 130
 
 
 def test_golden_values():
-    """Frozen since state dicts have version 2: runs are promised to resume bit for bit, so these bits may not change."""
+    """Frozen since state dicts have version 2: a run is promised to resume bit for bit."""
     assert parameter_id("layer.weight") == GOLDEN_ID
     for (seed, step, name, purpose), (key, bits) in GOLDEN.items():
         assert stream_key(seed, step, parameter_id(name), purpose) == key

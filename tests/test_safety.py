@@ -221,7 +221,7 @@ def test_nameless_parameters_are_named_by_position():
 @pytest.mark.parametrize("name", [*CONFIGURATIONS, *WHOLE])
 def test_huge_tiny_and_constant_gradients_keep_everything_finite(name, value):
     p = nn.Parameter(torch.ones(2, 140))
-    optimizer = build(name, [p])
+    optimizer = build(name, [p], nonfinite="skip")  # a second moment above 2^126 is not stored
     for _ in range(5):
         p.grad = torch.full((2, 140), value)
         p.grad[:, ::7] = 0.0

@@ -10,8 +10,8 @@ import pytest
 import torch
 from staleness_cases import BF16, E4M3, TWO_BITS, log_codes, log_levels, one_step, round_floating, simulate, through
 
-from masterless.insight import staleness
-from masterless.insight.staleness import (
+from masterless.step import staleness
+from masterless.step.staleness import (
     Grid,
     can_fall,
     expected_trajectory,
@@ -120,7 +120,8 @@ def test_where_the_model_does_not_hold(name):
     # would freeze it low. Dither stays unbiased under any scale.
     mean, _ = simulate(through(name), 0.999, 1000, 512)
     assert mean[-1] / (1 - 0.999**1000) > 1.5
-    mean, _ = simulate(through(name), 0.999, 1000, 512, stochastic=True)
+    # (The default of a log code is made for 1/sqrt(v), and keeps v itself somewhat high.)
+    mean, _ = simulate(through(name, rounding="stochastic-value"), 0.999, 1000, 512, stochastic=True)
     assert mean[-1] / (1 - 0.999**1000) == pytest.approx(1, abs=0.06)
     if name != "log4":
         mean, _ = simulate(through(f"{name}:128:pow2"), 0.999, 1000, 512)

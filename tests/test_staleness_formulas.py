@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from staleness_cases import BF16, E2M1, E4M3, TWO_BITS, one_step, round_floating, simulate
 
-from masterless.insight.staleness import (
+from masterless.step.staleness import (
     Grid,
     effective_beta,
     reset_period,

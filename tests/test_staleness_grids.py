@@ -10,7 +10,7 @@ from staleness_cases import BF16, E2M1, E4M3, TWO_BITS, log_codes, log_levels
 
 from masterless.formats import codec, parse
 from masterless.formats.rounding import dither
-from masterless.insight.staleness import (
+from masterless.step.staleness import (
     Grid,
     effective_beta,
     expected_trajectory,

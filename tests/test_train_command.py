@@ -192,7 +192,7 @@ BAD = {
     "no such flag": (["--stepz", "3"], "--stepz"),
     "not a number": (["--steps", "many"], "'--steps'"),
     "accumulation": (["--step-in-backward", "--accumulate", "2"], "accumulate=2"),
-    "missing config": (["--config", "{dir}/none.toml"], "cannot be read"),
+    "missing config": (["--config", "{dir}/none.toml"], "no such file"),
     "broken config": (["--config", "{dir}/broken.toml"], "not valid TOML"),
     "typo in config": (["--config", "{dir}/typo.toml"], "did you mean 'steps'"),
     "type in config": (["--config", "{dir}/type.toml"], "steps='many'"),

@@ -112,7 +112,7 @@ def test_a_view_is_saved_and_quantized_anew_as_what_it_shows():
     assert torch.equal(torch.load(file), visible(q).T)
     again = QuantizedTensor.from_dense(q.detach().T, "int8")
     assert torch.equal(again.dequantize(), QuantizedTensor.from_dense(visible(q).T, "int8").dequantize())
-    again.copy_(q.detach().T)
+    again.encode_(q.detach().T)
     assert torch.equal(again.dequantize(), QuantizedTensor.from_dense(visible(q).T, "int8").dequantize())
 
 

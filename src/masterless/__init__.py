@@ -3,7 +3,7 @@
 from masterless import backends as backends  # registers who performs steps
 from masterless.formats import Format, FormatError
 from masterless.formats import parse as parse_format
-from masterless.insight import memory, staleness
+from masterless.insight import memory
 from masterless.insight.monitor import Monitor
 from masterless.optim import (
     SGD,
@@ -19,8 +19,13 @@ from masterless.optim import (
 )
 from masterless.optim.backward import step_in_backward
 from masterless.optim.presets import PRESETS, prepare
+from masterless.step import staleness
+from masterless.tensor.calibrate import calibrate_
 from masterless.tensor.quantize import dequantize_, quantize_
 from masterless.tensor.quantized import QuantizedTensor
+
+from masterless.integrations.averaging import AveragedModel  # isort: skip  (registers itself with `quantize_`)
+from masterless.integrations.export import export  # isort: skip
 
 __version__ = "0.1.0"
 
@@ -31,6 +36,7 @@ __all__ = [
     "Adafactor",
     "Adam",
     "AdamW",
+    "AveragedModel",
     "Format",
     "FormatError",
     "Lion",
@@ -40,7 +46,9 @@ __all__ = [
     "QuantizedTensor",
     "RMSprop",
     "beta_for_bits",
+    "calibrate_",
     "dequantize_",
+    "export",
     "memory",
     "parse_format",
     "prepare",

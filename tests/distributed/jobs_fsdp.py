@@ -15,7 +15,7 @@ from masterless.distributed import checkpoint
 from masterless.lab.models import GPT, GPTConfig
 from masterless.optim.backward import step_in_backward
 from masterless.sharding import place as sharding
-from masterless.tensor.quantized import QuantizedTensor, local_of
+from masterless.tensor.quantized import QuantizedTensor, local_bytes, local_of
 
 CONFIG = GPTConfig(vocab_size=64, n_layer=2, n_head=2, d_model=64, seq_len=16, d_ff=96, tie_embeddings=True)
 MOE = GPTConfig(vocab_size=64, n_layer=1, n_head=2, d_model=64, seq_len=16, d_ff=64, n_experts=3)
@@ -196,7 +196,7 @@ def memory(rank: int, world: int) -> dict[int, dict[str, float]]:
     model, opt = _gpt(), None
     opt = ml.AdamW(model.named_parameters(), **OPTIONS)
     _train(model, opt, 1)
-    weights = sharding.local_bytes(*model.parameters())
+    weights = local_bytes(*model.parameters())
     states = opt.state_bytes()
     shares = {}
     for n in SIZES:
@@ -206,6 +206,6 @@ def memory(rank: int, world: int) -> dict[int, dict[str, float]]:
             model = _shard(_gpt(), n)
             opt = ml.AdamW(model.named_parameters(), **OPTIONS)
             _train(model, opt, 1)
-            held = sharding.local_bytes(*model.parameters())
+            held = local_bytes(*model.parameters())
             shares[n] = {"weights": held / weights, "states": opt.state_bytes() / states}
     return shares

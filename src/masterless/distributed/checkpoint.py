@@ -4,6 +4,8 @@ Contract:
     * `torch.distributed.checkpoint` sees ordinary tensors: a quantized parameter ``w`` is saved as ``w.codes``,
       ``w.scale`` (and ``w.hidden``, ``w.master``), each cut along dimension 0 like the parameter. Any reader of such
       checkpoints can open the files.
+    * Loading runs no code that a file may hold and notices damage (`metadata`); a checkpoint that only torch described,
+      with a pickle, is refused unless the caller trusts it.
     * A checkpoint is a directory ``step-<number>``. It is written under another name and renamed when all ranks are
       done: whatever dies in between, a directory of that name is complete.
     * Loading fills the live tensors in place; nothing is encoded anew.
@@ -14,8 +16,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,15 +28,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
+from masterless.distributed.metadata import METADATA, PICKLED, Reader, Writer
 from masterless.formats.storage import COUNTERS, tensor_specs
+from masterless.interop.files import FileError, reason_of
 from masterless.optim.base import LowBitOptimizer
 from masterless.sharding.place import Place
 from masterless.tensor.pieces import piece
 from masterless.tensor.quantized import QuantizedTensor, local_of
+from masterless.tensor.state import joined, names_in
 
 _NAME = re.compile(r"step-(\d+)")
 
@@ -49,7 +57,10 @@ def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     ['0.bias', '0.weight.codes', '0.weight.scale']
     """
     plain: dict[str, Any] = {}
+    described = set(names_in(state_dict))  # in parts already; `load` compares their shapes and dtypes
     for name, value in state_dict.items():
+        if name in described:
+            continue
         local = local_of(value) if isinstance(value, Tensor) else value
         if not isinstance(local, QuantizedTensor):
             plain[name] = value
@@ -72,7 +83,8 @@ def load_whole_(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
         state_dict: the whole tensors, by the model's names; all of them.
     """
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    wanted = set(model.state_dict())
+    wanted = set(model.state_dict(keep_vars=True))
+    state_dict = joined(state_dict)
     if set(state_dict) != wanted:
         odd = sorted(wanted ^ set(state_dict))[:4]
         raise ValueError(f"the state dict and the model differ, for instance in {odd}; pass the whole state dict")
@@ -86,8 +98,13 @@ def load_whole_(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
                 if place.dim is not None:
                     start, stop = min(place.start, len(source)), min(place.start + place.slices, len(source))
                     source = piece(source, start, stop) if isinstance(source, QuantizedTensor) else source[start:stop]
-            if local_of(target).numel():
-                local_of(target).copy_(source)
+            local = local_of(target)
+            if not local.numel():
+                continue
+            if isinstance(local, QuantizedTensor) and not isinstance(source, QuantizedTensor):
+                local.encode_(source)
+            else:
+                local.copy_(source)
 
 
 # --- saving and loading ------------------------------------------------------------------------------------------
@@ -128,7 +145,8 @@ def save(
     """
     target, temporary = _prepare(Path(directory), step, keep, process_group)
     state = _state(model, optimizer, extra)
-    dcp.save(state, checkpoint_id=temporary, process_group=process_group, no_dist=not dist.is_initialized())
+    with _alone() as no_dist:
+        dcp.save(state, storage_writer=Writer(temporary), process_group=process_group, no_dist=no_dist)
     _publish(temporary, target, keep, process_group)
     _barrier(process_group)
     return target
@@ -173,7 +191,7 @@ def async_save(
     state = _state(model, optimizer, extra)
     # The thread's messages must not mix with those of the training: they have a group of their own.
     own = _writers()
-    response = dcp.async_save(state, checkpoint_id=temporary, process_group=own)
+    response = dcp.async_save(state, storage_writer=Writer(temporary), process_group=own)
     finished: Future[Any] = Future()
 
     def finish(written: Future[Any]) -> None:
@@ -203,6 +221,7 @@ def load(
     optimizer: LowBitOptimizer | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Loads a checkpoint, saved at any number of ranks, into a model and its optimizer; all ranks must call it.
 
@@ -211,11 +230,15 @@ def load(
         model: with the formats that it was saved with.
         optimizer: likewise; fresh or used.
         process_group: the ranks that load; all by default.
+        trust: read pickles too, which can run code of whoever wrote them; for checkpoints that torch alone wrote.
 
     Returns:
         What was saved as `extra`.
+
+    Raises:
+        ValueError: it is damaged, needs trust, or was saved of another model; the same on all ranks.
     """
-    reader = dcp.FileSystemReader(checkpoint)
+    reader = Reader(checkpoint, trust)
     stored = reader.read_metadata().state_dict_metadata
     state = _state(model, optimizer, None)
     extra = {key.removeprefix("extra."): None for key in stored if key.startswith("extra.")}
@@ -224,7 +247,12 @@ def load(
     if optimizer is not None:
         _expect_counters(state["optim"]["state"], stored)
     _compare(state, stored, Path(checkpoint))
-    dcp.load(state, storage_reader=reader, process_group=process_group, no_dist=not dist.is_initialized())
+    try:
+        with _alone() as no_dist:
+            dcp.load(state, storage_reader=reader, process_group=process_group, no_dist=no_dist)
+    except CheckpointException as error:  # of any rank, raised on all of them
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise FileError(f"{checkpoint}: cannot be loaded, rank {rank}: {reason_of(cause)}") from cause
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optim"])
     return state.get("extra", {})
@@ -273,8 +301,12 @@ def _compare(state: dict[str, Any], stored: Mapping[str, Any], checkpoint: Path)
 def _complete(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and (path / ".metadata").exists()]
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and _described(path)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _described(path: Path) -> bool:
+    return (path / METADATA).exists() or (path / PICKLED).exists()
 
 
 def _prepare(directory: Path, step: int, keep: int | None, group: dist.ProcessGroup | None) -> tuple[Path, Path]:
@@ -305,6 +337,14 @@ def _publish(temporary: Path, target: Path, keep: int | None, group: dist.Proces
     if keep is not None:
         for path in _complete(target.parent)[:-keep]:
             shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _alone() -> Iterator[bool]:
+    """Whether this is the only process, which torch warns about and we mean."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield not dist.is_initialized()
 
 
 def _first(group: dist.ProcessGroup | None) -> bool:

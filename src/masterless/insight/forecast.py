@@ -21,8 +21,8 @@ from masterless.formats import Format
 from masterless.formats.codec import read_log_metadata
 from masterless.formats.packing import unpack
 from masterless.formats.storage import Storage
-from masterless.insight import staleness
-from masterless.insight.staleness import Grid
+from masterless.step import staleness
+from masterless.step.staleness import Grid
 
 _MEDIAN = 0.4549  # of chi-square(1)
 _QUANTILES = 8  # relative gaps that stand for those of all elements

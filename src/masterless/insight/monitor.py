@@ -168,7 +168,7 @@ class Monitor:
         return [step for step, _ in kept], [value for _, value in kept]
 
     def write_jsonl(self, path: str | Path) -> None:
-        """Writes all samples to a file, one JSON object a line."""
+        """Writes all samples to a file, one JSON object per line."""
         Path(path).write_text("".join(json.dumps(sample) + "\n" for sample in self.samples))
 
     def plot(self, path: str | Path) -> None:

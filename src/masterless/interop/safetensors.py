@@ -5,6 +5,9 @@ Contract:
       ``name.master``. Everything else is stored under its own name. Nothing is decoded or rounded on the way.
     * The metadata holds, as JSON under ``masterless``, the format, shape and dtype of every quantized parameter, and
       which names share one tensor (tied weights are stored once).
+    * Under ``masterless.sha256`` it holds a digest of that description and of every tensor's name, type, shape and
+      bytes, which loading verifies. Files that this library wrote without one load with a warning; other tools' files
+      have none.
     * A file is written beside its place and moved there: readers see the old file or the new one, never half of one.
     * Loading checks names, formats and shapes before it changes anything. A dense tensor in the file may be loaded into
       a quantized parameter, which rounds it to nearest; every other mismatch is refused.
@@ -12,10 +15,11 @@ Contract:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import uuid
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -25,9 +29,11 @@ from torch import Tensor, nn
 
 from masterless import __version__, formats
 from masterless.formats.storage import Storage, tensor_specs
+from masterless.interop.files import FileError, open_regular, reason_of, replacing
 from masterless.tensor.quantized import QuantizedTensor
 
 LAYOUT = 1
+ABOUT, DIGEST = "masterless", "masterless.sha256"  # keys of the metadata
 _MOST_NAMES = 5
 _DTYPES = {torch.uint8: "U8", torch.int16: "I16", torch.bfloat16: "BF16", torch.float32: "F32"}  # safetensors' names
 
@@ -66,8 +72,10 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> None:
                 raise ValueError(f"two tensors of the model would be stored as {key!r}; rename the module {key!r}")
             tensors[key] = tensor
     description = {"layout": LAYOUT, "version": __version__, "quantized": quantized, "tied": tied}
-    metadata = {"format": "pt", "masterless": json.dumps(description)}
-    _write(path, lambda file: save_file(_apart(tensors), file, metadata=metadata))
+    about, tensors = json.dumps(description), _apart(tensors)
+    metadata = {"format": "pt", ABOUT: about, DIGEST: _digest(about, tensors, tensors.__getitem__)}
+    with replacing(path) as part:
+        save_file(tensors, part, metadata=metadata)
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
@@ -81,11 +89,17 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> list[str
         The names of quantized parameters that the file holds dense: they were rounded to nearest.
 
     Raises:
-        ValueError: if names, shapes or formats do not match; the model is then unchanged.
+        ValueError: if names, shapes or formats do not match, or the file is damaged; the model is then unchanged.
     """
-    safe_open = _library("safetensors").safe_open
-    with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
+    library = _library("safetensors")
+    open_regular(path).close()  # the library would wait for a pipe
+    try:
+        opened = library.safe_open(os.fspath(path), framework="pt", device="cpu")
+    except (library.SafetensorError, OSError) as error:
+        raise FileError(f"{path}: no safetensors file, or damaged ({reason_of(error)}); save it again") from error
+    with opened as file:
         entries = _entries_in(file, path)
+        _verify(file, path)
         targets = dict(_entries_of(model))
         sources = _match(targets, entries, path)
         for name, source in sources.items():
@@ -95,9 +109,11 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> list[str
         with torch.no_grad():
             for name, source in sources.items():
                 target, entry = targets[name], entries[source]
-                target.copy_(entry.read(file))
                 if isinstance(target, QuantizedTensor) and entry.format is None:
+                    target.encode_(entry.read(file))
                     rounded.append(name)
+                else:
+                    target.copy_(entry.read(file))
     return rounded
 
 
@@ -160,22 +176,37 @@ def _library(name: str) -> Any:
         raise ImportError("safetensors files need the package safetensors: pip install safetensors") from error
 
 
-def _write(path: str | os.PathLike[str], write: Any) -> None:
-    target = os.fspath(path)
-    part = f"{target}.{uuid.uuid4().hex[:8]}.part"
-    try:
-        write(part)
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, target)
-    finally:
-        if os.path.exists(part):
-            os.remove(part)
+def _digest(about: str, names: Iterable[str], read: Callable[[str], Tensor]) -> str:
+    """A digest of the description and of the tensors, which are read one after the other."""
+    digest = hashlib.sha256(about.encode())
+    for name in sorted(names):
+        tensor = read(name).contiguous()
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _verify(file: Any, path: Any) -> None:
+    metadata = file.metadata() or {}
+    if DIGEST in metadata:
+        if _digest(metadata.get(ABOUT, ""), file.keys(), file.get_tensor) != metadata[DIGEST]:
+            raise FileError(f"{path} is damaged: its SHA-256 is not the one it was saved with; restore it from a copy")
+    elif ABOUT in metadata:
+        message = f"{path} was saved without a checksum, damage to it would go unnoticed; load it and save it again"
+        warnings.warn(message, stacklevel=3)
 
 
 def _entries_in(file: Any, path: Any) -> dict[str, _Entry]:
     """What a file holds, by every name that it has; a tied name leads to the entry that stores it."""
-    description = json.loads((file.metadata() or {}).get("masterless", "{}"))
+    try:
+        return _described(json.loads((file.metadata() or {}).get(ABOUT, "{}")), file, path)
+    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError, OverflowError) as error:
+        raise FileError(
+            f"{path} is damaged: its description is not ours ({reason_of(error)}); save it again"
+        ) from error
+
+
+def _described(description: dict[str, Any], file: Any, path: Any) -> dict[str, _Entry]:
     if description.get("layout", LAYOUT) > LAYOUT:
         raise ValueError(
             f"{path} has layout {description['layout']} (written by masterless {description.get('version')}), this "
@@ -184,7 +215,10 @@ def _entries_in(file: Any, path: Any) -> dict[str, _Entry]:
     keys = set(file.keys())
     entries: dict[str, _Entry] = {}
     for name, about in description.get("quantized", {}).items():
-        entry = _Entry(name, tuple(about["shape"]), formats.parse(about["format"]), getattr(torch, about["dtype"]))
+        shape, dtype = tuple(about["shape"]), getattr(torch, about["dtype"])
+        if not isinstance(dtype, torch.dtype) or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
+            raise TypeError(f"shape {shape} and dtype {about['dtype']!r} of {name!r}")
+        entry = _Entry(name, shape, formats.parse(about["format"]), dtype)
         for part, (size, dtype) in tensor_specs(entry.format, entry.shape).items():  # type: ignore[arg-type]
             key, expected = f"{name}.{part}", (tuple(size), _DTYPES[dtype])
             found = (tuple(file.get_slice(key).get_shape()), file.get_slice(key).get_dtype()) if key in keys else None

@@ -1,7 +1,7 @@
 """The command line: ``masterless stall``, ``masterless formats``, ...
 
 Contract:
-    * A command imports what it needs beyond the library (plots, files of other projects) when it runs.
+    * A command imports plots, other projects' libraries and torch.distributed when it needs them.
     * Results go to stdout, as a table or with ``--json`` as one JSON document. Errors are one line on stderr.
     * Exit codes: 0 done, 2 the input cannot be honoured (the line says value, reason and remedy).
 
@@ -23,6 +23,7 @@ except ImportError:
 import masterless
 from masterless.lab.commands.bench import bench
 from masterless.lab.commands.compare import compare
+from masterless.lab.commands.export import export
 from masterless.lab.commands.formats import formats
 from masterless.lab.commands.plan import plan
 from masterless.lab.commands.stall import stall
@@ -38,12 +39,17 @@ class OneLineErrors(TyperGroup):
             result = super().main(*args, **kwargs, standalone_mode=False)  # type: ignore[misc]
         except (ValueError, OSError) as error:
             message = str(error)
+        except MemoryError:
+            message = "there is not enough memory for this; choose smaller numbers or less text"
         except Exception as error:
-            if not hasattr(error, "format_message"):  # what typer raises for wrong usage
+            if "can't allocate memory" in str(error):  # torch's RuntimeError
+                message = f"not enough memory ({' '.join(str(error).split())[:120]}); choose a smaller model or batch"
+            elif not hasattr(error, "format_message"):  # what typer raises for wrong usage
                 raise
-            if type(error).__name__ == "NoArgsIsHelpError":
+            elif type(error).__name__ == "NoArgsIsHelpError":
                 sys.exit(2)  # the help has been printed
-            message = error.format_message()
+            else:
+                message = error.format_message()
         else:
             if standalone_mode:
                 sys.exit(result if isinstance(result, int) else 0)
@@ -76,12 +82,8 @@ def _options(
     pass
 
 
-app.command()(train)
-app.command()(compare)
-app.command()(stall)
-app.command()(formats)
-app.command()(plan)
-app.command()(bench)
+for _command in (train, compare, stall, formats, plan, bench, export):
+    app.command()(_command)
 
 
 def main() -> None:

@@ -2,9 +2,11 @@
 
 Contract:
     * ``--batch`` is the whole step's: each rank takes its rows of the batch that one process would have seen.
-    * The first rank writes the run directory: ``config.toml``, ``metrics.jsonl``, ``summary.json``. Checkpoints are
-      distributed ones, in ``distributed/`` (`masterless.distributed.checkpoint`): ``--resume`` works with any number of
-      ranks and either kind of parallelism.
+    * The first rank holds and writes the run directory: ``config.toml``, ``metrics.jsonl``, ``summary.json``.
+      Checkpoints are distributed ones, in ``distributed/`` (`masterless.distributed.checkpoint`): ``--resume`` works
+      with any number of ranks and either kind of parallelism.
+    * Before anything is trained the ranks compare everything that decides the result (options, text, versions, the
+      checkpoint); what one rank cannot honour, or sees differently, ends all of them with the same line.
     * A rank that fails ends the job; torchrun says which. What was saved stays.
 """
 
@@ -14,6 +16,7 @@ import dataclasses
 import datetime
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,15 +26,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+import masterless
 from masterless.distributed import checkpoint
 from masterless.distributed.ddp import replicate
 from masterless.lab.models import GPT
-from masterless.lab.train.build import build_corpus, build_model, build_optimizer, build_settings, load_initial
-from masterless.lab.train.build import quantize_model as quantized
-from masterless.lab.train.config import RunConfig, read_toml, refuse_existing, resolve, to_toml
+from masterless.lab.train.build import build, build_corpus, build_settings
+from masterless.lab.train.config import ConfigError, RunConfig, resolve
+from masterless.lab.train.corpus import Corpus
 from masterless.lab.train.loop import StepReport, train
 from masterless.lab.train.observe import MetricsFile
-from masterless.lab.train.run_files import write_atomically
+from masterless.lab.train.run import compare_facts, record_start, set_threads, stored_config
+from masterless.lab.train.run_files import (
+    CHECKPOINTS,
+    DISTRIBUTED,
+    MANIFEST,
+    TOKENIZER,
+    Checkpoints,
+    RunFolder,
+    write_text,
+)
 from masterless.optim.backward import step_in_backward
 from masterless.tensor.quantized import local_bytes
 
@@ -77,6 +90,7 @@ def run(
     file: Mapping[str, Any] | None = None,
     out: Path | None = None,
     resume: Path | None = None,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Trains on all ranks of the job; returns the summary. Arguments are those of ``masterless train``."""
     if mode not in MODES:
@@ -89,38 +103,98 @@ def run(
     folder = resume or out
     if folder is None:
         raise ValueError("--parallel needs --out: all ranks must name the same run directory")
-    config = resolve({}, read_toml(resume / "config.toml")) if resume else resolve(flags, file)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
+    config = set_threads(stored_config(resume) if resume else resolve(flags, file))
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
     try:
-        return _run(mode, config, folder, resume is not None)
+        return _run(mode, config, folder, resume is not None, trust)
     finally:
-        dist.destroy_process_group()
+        if ours:
+            dist.destroy_process_group()
 
 
-def _run(mode: str, config: RunConfig, folder: Path, resumed: bool) -> dict[str, Any]:
+def _agree(problem: str | None, facts: Mapping[str, Any]) -> None:
+    """Goes on if no rank has a problem and all have the same facts; else raises the same error on all of them."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (problem, dict(facts)))
+    for rank, (found, _) in enumerate(everyone):
+        if found is not None:
+            raise ConfigError(f"rank {rank}: {found}")
+    _, first = everyone[0]
+    for rank, (_, other) in enumerate(everyone):
+        for name in first:
+            if other.get(name) != first[name]:
+                mine, theirs = f"{first[name]!r} on rank 0", f"{other.get(name)!r} on rank {rank}"
+                raise ConfigError(f"{name}: {mine} and {theirs}; start all with the same options, text and versions")
+
+
+@dataclasses.dataclass
+class _Begun:
+    """What a rank knows before it trains."""
+
+    manifest: Checkpoints
+    held: RunFolder | None = None  # by the first rank
+    corpus: Corpus | None = None
+    found: Path | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def look(self, config: RunConfig, folder: Path, resumed: bool) -> None:
+        """Finds out what there is; the checks are those of a run in one process."""
+        world = dist.get_world_size()
+        if config.batch % world:
+            raise ValueError(f"--batch {config.batch}: {world} ranks cannot share it evenly; use a multiple of {world}")
+        if dist.get_rank() == 0:
+            self.held = RunFolder.hold(folder) if resumed else RunFolder.claim(folder)
+        if resumed and (folder / CHECKPOINTS).exists():
+            raise ConfigError(f"{folder}: a run of one process; resume it without --parallel")
+        self.corpus = build_corpus(config, folder / TOKENIZER if resumed else None)
+        if resumed and (folder / DISTRIBUTED / MANIFEST).exists():
+            self.manifest.open()
+            self.notes = compare_facts(folder, self.manifest.manifest, self.corpus)
+        elif resumed:
+            self.notes = ["begun by an earlier version, which did not record its text: whether it changed is unknown"]
+        self.found = checkpoint.latest(folder / DISTRIBUTED) if resumed else None
+
+
+def _run(mode: str, config: RunConfig, folder: Path, resumed: bool, trust: bool) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    if config.batch % world:
-        raise ValueError(f"--batch {config.batch}: {world} ranks cannot share it evenly; use a multiple of {world}")
-    if not resumed:
-        refuse_existing(folder)
-    dist.barrier()  # all have looked before one makes it
-    torch.set_num_threads(config.threads or torch.get_num_threads())
-    config = dataclasses.replace(config, threads=torch.get_num_threads())
-
-    corpus = build_corpus(config)
-    model = quantized(build_model(config, corpus.vocab_size), config)
-    if config.init is not None and not resumed:
-        load_initial(model, Path(config.init))
-    parallel = parallelize(model, mode)
-    optimizer = build_optimizer(model, config)
-    stepper = step_in_backward(parallel, optimizer, clip_norm=config.clip or None) if config.step_in_backward else None
+    begun, problem = _Begun(Checkpoints(folder / DISTRIBUTED)), None
+    facts: dict[str, Any] = dataclasses.asdict(config) | {
+        "parallel": mode,
+        "resume": resumed,
+        "torch": torch.__version__,
+    }
+    del facts["threads"]  # machines may differ in their cores
+    parallel: list[nn.Module] = []
+    try:
+        try:
+            begun.look(config, folder, resumed)
+            facts |= {"text": begun.corpus and begun.corpus.fingerprint, "checkpoint": begun.found}
+        except (ValueError, OSError) as error:
+            problem = str(error)
+        versions = {"torch": torch.__version__, "masterless": masterless.__version__}
+        _agree(problem, facts | versions | {"run": folder.resolve()})
+        assert begun.corpus is not None
+        built = build(config, begun.corpus, not resumed, lambda model: parallel.append(parallelize(model, mode)))
+        if rank == 0 and not resumed:
+            record_start(folder, config, begun.corpus, begun.manifest)
+    except BaseException:
+        if begun.held is not None and not resumed:
+            begun.held.abandon()
+        raise
+    corpus, model, optimizer = built
+    clip = config.clip or None
+    stepper = step_in_backward(parallel[0], optimizer, clip_norm=clip) if config.step_in_backward else None
     start = {"step": 0, "metrics_bytes": 0}
-    if (found := checkpoint.latest(folder / "distributed")) is not None:
-        start = checkpoint.load(found, model, optimizer)
+    if begun.found is not None:
+        start = checkpoint.load(begun.found, model, optimizer, trust=trust)
+        if not all(type(start.get(key)) is int and start[key] >= 0 for key in ("step", "metrics_bytes")):
+            raise ConfigError(f"{begun.found}: does not say at which step it was saved; resume an earlier checkpoint")
     metrics = None
     if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "config.toml", lambda stream: stream.write(to_toml(config).encode()))
+        for note in begun.notes:
+            print(f"masterless: note: {note}", file=sys.stderr)
         metrics = MetricsFile(folder / "metrics.jsonl", start["metrics_bytes"])
 
     def on_step(report: StepReport) -> None:
@@ -137,9 +211,9 @@ def _run(mode: str, config: RunConfig, folder: Path, resumed: bool) -> dict[str,
                 size.fill_(metrics.size)
             dist.broadcast(size, 0)
             extra = {"step": done, "metrics_bytes": int(size)}
-            checkpoint.save(folder / "distributed", done, model, optimizer, extra=extra, keep=config.keep)
+            checkpoint.save(folder / DISTRIBUTED, done, model, optimizer, extra=extra, keep=config.keep)
 
-    result = train(RankShare(parallel), optimizer, corpus, build_settings(config), on_step, start["step"])
+    result = train(RankShare(parallel[0]), optimizer, corpus, build_settings(config), on_step, start["step"])
     if stepper is not None:
         stepper.remove()
     held = torch.tensor([local_bytes(*model.parameters()), optimizer.state_bytes()])
@@ -157,5 +231,5 @@ def _run(mode: str, config: RunConfig, folder: Path, resumed: bool) -> dict[str,
     }
     if metrics is not None:
         metrics.close()
-        write_atomically(folder / "summary.json", lambda stream: stream.write(json.dumps(summary, indent=1).encode()))
+        write_text(folder / "summary.json", json.dumps(summary, indent=1))
     return summary

@@ -34,6 +34,9 @@ class Adafactor(LowBitOptimizer):
         beta1: decay of a first moment of the clipped updates (the paper's option; torch has none).
         exp_avg: format of that first moment.
         **options: see `masterless.optim.options.Options`.
+
+    >>> model = torch.nn.Linear(64, 64)
+    >>> opt = Adafactor(model.named_parameters(), lr=1e-2, beta1=0.9, exp_avg="int4")
     """
 
     # No `torch_twin`: torch's Adafactor stores other tensors (row_var, col_var), of every matrix however narrow.

@@ -121,9 +121,14 @@ class AdamW(Adam):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        **options: Any,
+        *,
+        exp_avg: str | Format = "int8",
+        exp_avg_sq: str | Format = "log8",
+        moment_units: str = "auto",
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+        formats = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "moment_units": moment_units}
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **formats, **options)  # type: ignore[arg-type]
 
 
 class AdaBelief(LowBitOptimizer):
@@ -141,6 +146,9 @@ class AdaBelief(LowBitOptimizer):
         exp_avg: format of the first moment.
         exp_avg_var: format of the average of squared deviations.
         **options: see `masterless.optim.options.Options`.
+
+    >>> model = torch.nn.Linear(64, 64)
+    >>> opt = AdaBelief(model.named_parameters(), lr=1e-3, exp_avg="int4", exp_avg_var="log4")
     """
 
     first_name = "exp_avg"

@@ -63,6 +63,13 @@ def step_in_backward(
 
     Returns:
         A handle; ``remove()`` it to go back to ordinary steps.
+
+    >>> from masterless.optim import AdamW
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    >>> with step_in_backward(model, AdamW(model.parameters(), exp_avg="int4", exp_avg_sq="log2")):
+    ...     model(torch.ones(2, 64)).sum().backward()
+    >>> model[0].weight.grad is None
+    True
     """
     if clip_global_norm is not None:
         raise ValueError(
@@ -99,9 +106,9 @@ def step_in_backward(
 
     if isinstance(model, nn.parallel.DistributedDataParallel):
         # A parameter's own hook would see gradients that are not yet reduced, and the replicas would drift apart.
-        from masterless.distributed import ddp
+        from masterless.optim.ddp_hook import step_in_hook  # torch.distributed is large
 
-        return BackwardStepper([ddp.step_in_hook(model, optimizer, clipped, owner_of)])
+        return BackwardStepper([step_in_hook(model, optimizer, clipped, owner_of)])
 
     def hook(p: Tensor) -> None:
         assert p.grad is not None

@@ -6,17 +6,21 @@ A preset is data: the format of the weights and the options of AdamW that go wit
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from masterless.insight.memory import predict
-from masterless.optim import AdamW
-from masterless.tensor.quantize import quantize_
-from masterless.tensor.quantized import QuantizedTensor
+from masterless.formats import as_first_moment, as_second_moment, parse
+from masterless.formats.storage import predicted_bytes
+from masterless.optim import AdamW, LossyUpdateWarning
+from masterless.tensor.quantize import QuantizationReport, quantize_
+from masterless.tensor.quantized import QuantizedTensor, as_weight, local_of
 
 
 @dataclass(frozen=True)
@@ -28,23 +32,29 @@ class Preset:
         weights: format of the inner matrices; None leaves them as they are.
         options: keyword arguments of `masterless.AdamW`.
         summary: one line for tables.
+        from_pretrained: whether it suits trained weights, whose learning rate is small.
     """
 
     name: str
     weights: str | None
     options: Mapping[str, Any] = field(default_factory=dict)
     summary: str = ""
+    from_pretrained: bool = True
 
     @property
     def bytes_per_parameter(self) -> float:
         """Weight and states of a large matrix, metadata included."""
-        return predict(
-            (4096, 4096), self.weights or "fp32", self.options["exp_avg"], self.options["exp_avg_sq"]
-        ).per_parameter
+        shape = (4096, 4096)
+        formats = [
+            as_weight(self.weights) if self.weights else parse("fp32"),
+            as_first_moment(self.options["exp_avg"]),
+            as_second_moment(self.options["exp_avg_sq"]),
+        ]
+        return sum(predicted_bytes(fmt, shape) for fmt in formats) / math.prod(shape)
 
 
-def _preset(name: str, weights: str | None, summary: str, **options: Any) -> Preset:
-    return Preset(name, weights, MappingProxyType(options), summary)
+def _preset(name: str, weights: str | None, summary: str, from_pretrained: bool = True, **options: Any) -> Preset:
+    return Preset(name, weights, MappingProxyType(options), summary, from_pretrained)
 
 
 PRESETS: dict[str, Preset] = {
@@ -67,6 +77,7 @@ PRESETS: dict[str, Preset] = {
             "1-byte-int4",
             "int4",
             "INT4 weights, 4-bit first moment, factored second",
+            from_pretrained=False,  # nearest rounding: at a fine-tuning rate most weights never reach the next code
             exp_avg="int4",
             exp_avg_sq="factored",
             betas=(0.35, 0.95),
@@ -107,6 +118,15 @@ PRESETS: dict[str, Preset] = {
             exp_avg_sq="log2",
             betas=(0.82, 0.95),
         ),
+        # Two bytes tie with fp32 at twenty tokens per parameter and more (docs/presets.md): the one to start with.
+        _preset(
+            "2-byte",
+            "int8",
+            "INT8 weights, 4-bit first moment, 4-bit second",
+            exp_avg="int4",
+            exp_avg_sq="log4",
+            betas=(0.9, 0.95),
+        ),
         _preset(
             "2.3-byte",
             "int8",
@@ -126,23 +146,89 @@ def get_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def prepare(model: nn.Module, preset: str = "1.8-byte", lr: float | Tensor = 1e-3, **overrides: Any) -> AdamW:
+def prepare(model: nn.Module, preset: str = "2-byte", lr: float | Tensor = 1e-3, **overrides: Any) -> AdamW:
     """Applies a preset to a model and returns the optimizer.
 
-    Quantizes the model's inner matrices in place (unless they are quantized already) and builds AdamW over its named
-    parameters with the preset's options.
+    Quantizes the model's inner matrices in place and builds AdamW over its named parameters with the preset's options.
+    Vectors (biases and norms) are in a group without weight decay. A model that is quantized already stays as it is if
+    it has the preset's format. What cannot be honoured is refused before anything is changed.
 
     Args:
-        model: any module.
+        model: any module, in float32 or bfloat16.
         preset: a name of `PRESETS`.
         lr: learning rate.
         **overrides: any argument of `AdamW`, in place of the preset's.
 
+    Returns:
+        The optimizer. Its attribute ``quantization_report`` says what was quantized, what was left and why: print it.
+
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     >>> opt = prepare(model, preset="1.3-byte", lr=3e-4, weight_decay=0.1)
+    >>> [d.name for d in opt.quantization_report.quantized]
+    ['0.weight', '2.weight']
     """
     chosen = get_preset(preset)
-    already = any(isinstance(p, QuantizedTensor) for p in model.parameters())
+    options = {**chosen.options, **overrides}
+    _refuse_dtypes(model)
+    _refuse_other_formats(model, chosen)
+    _rehearse(chosen, lr, options)
+    _warn_of_pretrained(model, chosen)
+    report = QuantizationReport()
+    already = any(isinstance(local_of(p), QuantizedTensor) for p in model.parameters())
     if chosen.weights is not None and not already:
-        quantize_(model, chosen.weights)
-    return AdamW(model.named_parameters(), lr=lr, **{**chosen.options, **overrides})
+        report = quantize_(model, chosen.weights)
+    optimizer = AdamW(decay_groups(model), lr=lr, **options)
+    optimizer.quantization_report = report  # type: ignore[attr-defined]
+    return optimizer
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Named parameters in two groups: matrices, and vectors (biases, norms) without weight decay."""
+    named = list(model.named_parameters())
+    matrices = [(name, p) for name, p in named if p.dim() > 1]
+    vectors = [(name, p) for name, p in named if p.dim() <= 1]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _refuse_dtypes(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.dtype.is_floating_point and p.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"parameter {name!r} is {p.dtype}: masterless trains float32 and bfloat16 parameters and what is "
+                f"quantized from them; convert the model first with .float() or .bfloat16() (nothing was changed)"
+            )
+
+
+def _refuse_other_formats(model: nn.Module, preset: Preset) -> None:
+    wanted = None if preset.weights is None else as_weight(preset.weights)
+    for name, whole in model.named_parameters():
+        p = local_of(whole)
+        if isinstance(p, QuantizedTensor) and p.format != wanted:
+            raise ValueError(
+                f"parameter {name!r} is already stored as '{p.format}' and preset {preset.name!r} is for "
+                f"{f'{wanted}' if wanted else 'dense weights'!r}; take a preset of its format, call dequantize_(model) "
+                f"first (which rounds anew), or build AdamW(model.named_parameters(), **PRESETS[{preset.name!r}]"
+                f".options) to mean it"
+            )
+
+
+def _warn_of_pretrained(model: nn.Module, preset: Preset) -> None:
+    source = getattr(getattr(model, "config", None), "name_or_path", "")
+    if source and not preset.from_pretrained:
+        better = ", ".join(p.name for p in PRESETS.values() if p.from_pretrained and p.weights is not None)
+        warnings.warn(
+            f"preset {preset.name!r} is for training from scratch and this model comes from {source!r}: at the "
+            f"learning rates of fine-tuning its weights hardly move; choose one of {better}",
+            LossyUpdateWarning,
+            stacklevel=3,
+        )
+
+
+def _rehearse(preset: Preset, lr: float | Tensor, options: Mapping[str, Any]) -> None:
+    """Builds the optimizer for one small parameter, so that wrong options are refused before a model is changed."""
+    dense = torch.zeros(32, 32)
+    p = nn.Parameter(dense if preset.weights is None else QuantizedTensor.from_dense(dense, preset.weights))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the real one will say it
+        AdamW([("rehearsal", p)], lr=lr, **options)

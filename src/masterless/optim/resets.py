@@ -31,7 +31,7 @@ from torch import Tensor
 from masterless.formats import Format, parse
 from masterless.formats.packing import unpack
 from masterless.formats.storage import Storage, factored_rows
-from masterless.insight import staleness
+from masterless.step import staleness
 from masterless.step.rules import Scalars
 
 if TYPE_CHECKING:

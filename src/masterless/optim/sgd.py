@@ -32,6 +32,9 @@ class SGD(LowBitOptimizer):
         nesterov: look-ahead momentum; needs a momentum and no dampening.
         momentum_buffer: format of the buffer.
         **options: see `masterless.optim.options.Options`.
+
+    >>> model = torch.nn.Linear(64, 64)
+    >>> opt = SGD(model.named_parameters(), lr=0.1, momentum=0.9, momentum_buffer="int4")
     """
 
     torch_twin = torch.optim.SGD
@@ -96,6 +99,9 @@ class RMSprop(LowBitOptimizer):
         square_avg: format of the average of squares.
         momentum_buffer: format of the momentum buffer.
         **options: see `masterless.optim.options.Options`.
+
+    >>> model = torch.nn.Linear(64, 64)
+    >>> opt = RMSprop(model.named_parameters(), lr=1e-3, square_avg="log4")
     """
 
     torch_twin = torch.optim.RMSprop
@@ -159,6 +165,9 @@ class Lion(LowBitOptimizer):
         weight_decay: decoupled, three to ten times larger than Adam's.
         exp_avg: format of the buffer.
         **options: see `masterless.optim.options.Options`.
+
+    >>> model = torch.nn.Linear(64, 64)
+    >>> opt = Lion(model.named_parameters(), lr=1e-4, exp_avg="int4")
     """
 
     first_name = "exp_avg"

@@ -13,7 +13,7 @@ Contract, row by row::
 
     * A gradient that is not finite (or whose square is not) never touches anything stored: its tile, the
       smallest run of whole chunks and whole blocks of the row, keeps every byte it had. A weight with one
-      scale a tensor and a factored second moment make the whole parameter one tile.
+      scale per tensor and a factored second moment make the whole parameter one tile.
     * So does a tile with a target that is not finite, whatever made it so; of a weight with one scale, the whole
       parameter. (A factored second moment is an average of the gradients, which are finite: it goes on.) A moment that
       overflows though the target does not stops at the largest finite number.
@@ -23,14 +23,11 @@ Contract, row by row::
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
 from masterless.formats import codec, scaling
+from masterless.formats.arithmetic import exact_arithmetic
 from masterless.formats.layout import CHUNK
 from masterless.formats.packing import chunk_bytes
 from masterless.formats.rounding import dither
@@ -38,29 +35,6 @@ from masterless.formats.storage import Storage
 from masterless.step import statistics, tile
 from masterless.step.statistics import Known
 from masterless.step.task import Task as Task
-
-
-@contextmanager
-def exact_arithmetic() -> Iterator[None]:
-    """Denormal numbers are numbers in here, whatever `torch.set_flush_denormal` was told, which is each thread's own.
-
-    Python's own floats show what holds for this thread. Other threads of torch may have been started under either, so
-    there are none in here if this one flushes.
-    """
-    if sys.float_info.min * _half != 0.0:
-        yield
-        return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(False)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(True)
-        torch.set_num_threads(threads)
-
-
-_half = 0.5  # a variable: the product above must be computed when it is asked for
 
 
 @exact_arithmetic()

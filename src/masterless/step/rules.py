@@ -1,4 +1,4 @@
-"""Update mathematics: one short pure function a rule, in the papers' symbols.
+"""Update mathematics: one short pure function per rule, in the papers' symbols.
 
 Contract:
     * A rule maps fp32 tiles to fp32 tiles: gradient, weight and the two moments as decoded, to the new moments,

@@ -12,6 +12,7 @@ Contract:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -45,6 +46,15 @@ class StoredTensor(Tensor):
         """
         return self.stored.tensors["codes"]._version, self._version
 
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of what is stored: codes, hidden bits and scales."""
+        return self.stored.nbytes
+
+    def rewrapped(self, storage: Storage, dtype: torch.dtype | None = None) -> StoredTensor:
+        """A tensor of this kind over another storage; what pieces and gathered parameters are made with."""
+        raise NotImplementedError(f"{type(self).__name__} is a view and not made from a storage alone")
+
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """A dense copy of what the forward pass sees, of which autograd knows nothing."""
         return ops.dequantize(self.stored, dtype or self.dtype).view(self.shape)
@@ -56,11 +66,19 @@ class StoredTensor(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return [f"_{name}" for name in self.stored.tensors], (str(self.format), self.stored.shape, self.dtype)
 
+    def _stable_hash_for_caching(self) -> str:
+        """What a compiled graph depends on, for the key of torch's cache: everything but the numbers."""
+        names, meta = self.__tensor_flatten__()
+        inner = [(n, t.shape, t.stride(), t.dtype, t.device) for n in names for t in [getattr(self, n)]]
+        outer = (type(self).__name__, self.shape, self.stride(), self.device, self.requires_grad, meta)
+        return repr((outer, inner))
+
     def __getattr__(self, name: str) -> Any:
-        # The inner tensors by the names that `__tensor_flatten__` gives; only reached when nothing else matches.
+        # The inner tensors by the names that `__tensor_flatten__` and a state dict give them; reached when nothing else
+        # matches.
         storage = self.__dict__.get("stored")
-        if storage is not None and name.startswith("_") and name[1:] in storage.tensors:
-            return storage.tensors[name[1:]]
+        if storage is not None and name.removeprefix("_") in storage.tensors:
+            return storage.tensors[name.removeprefix("_")]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @classmethod
@@ -90,9 +108,18 @@ class _Dequantize(torch.autograd.Function):
     """Decodes for the forward pass; the gradient of the dense tensor is the gradient of the parameter."""
 
     @staticmethod
-    def forward(ctx: Any, q: StoredTensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
-        ctx.dtype = q.dtype
+    def forward(q: StoredTensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
         return q.decode(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        # Apart from `forward`, or the transforms of torch.func refuse the function.
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, q: StoredTensor, dtype: torch.dtype) -> NoReturn:  # type: ignore[override]
+        # torch asks that it exists; it is called only for a batch of parameters, which is always dense.
+        raise NotImplementedError("vmap over stored parameters: decode them with .dequantize() and stack those")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
@@ -141,6 +168,8 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     dense_of: dict[int, tuple[StoredTensor, Tensor]] = {}
     decoded: dict[int, Tensor] = {}
     outer = _outer_hooks(False)
+    # The transforms of torch.func keep what they need themselves and forbid such hooks.
+    keeps = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
 
     def decode(q: StoredTensor) -> Tensor:
         if id(q) not in decoded:
@@ -148,8 +177,10 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             available = func in _AUTOCAST and torch.amp.is_autocast_available(device)  # not on the meta device
             cast = available and torch.is_autocast_enabled(device)
             dtype = torch.get_autocast_dtype(device) if cast else q.dtype
-            decoded[id(q)] = _Dequantize.apply(q.detach() if not torch.is_grad_enabled() else q, dtype)
-            dense_of[decoded[id(q)].untyped_storage().data_ptr()] = (q, decoded[id(q)])
+            # Without gradients there is nothing to record, and in inference mode q.detach() could not be made.
+            decoded[id(q)] = _Dequantize.apply(q, dtype) if torch.is_grad_enabled() else q.decode(dtype)
+            if keeps:
+                dense_of[decoded[id(q)].untyped_storage().data_ptr()] = (q, decoded[id(q)])
         return decoded[id(q)]
 
     def pack(saved: Tensor) -> Any:
@@ -165,7 +196,7 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     with torch._C.DisableTorchFunctionSubclass():
         dense_args, dense_kwargs = tree_map_only(StoredTensor, decode, (args, kwargs))
-        if not torch.is_grad_enabled():
+        if not keeps:
             return func(*dense_args, **dense_kwargs)
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -194,7 +225,14 @@ _AUTOCAST: set[Any] = {
 _DECODING = _AUTOCAST | {F.bilinear, F.embedding, F.embedding_bag, torch.tensordot, torch.mv, Tensor.mv}
 
 
-# --- transposed views -------------------------------------------------------------------------------------
+# --- views -------------------------------------------------------------------------------------
+
+
+def as_ordinary(q: Tensor) -> AbstractContextManager[Any]:
+    """In inference mode a view of an ordinary tensor is an ordinary tensor: here it is made as one."""
+    if torch.is_inference_mode_enabled() and not q.is_inference():
+        return torch.inference_mode(False)
+    return nullcontext()
 
 
 class TransposedView(StoredTensor):
@@ -234,7 +272,8 @@ class TransposedView(StoredTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in TRANSPOSITIONS or func in (aten.detach.default, aten.alias.default):
-            return transposed(func, *args)
+            with as_ordinary(args[0]):
+                return transposed(func, *args)
         return call_dense(func, args, kwargs or {})
 
 
@@ -291,6 +330,6 @@ def refuse_in_place(what: Any, q: StoredTensor) -> NoReturn:
     """Raises the error for an operation that would write to a stored tensor."""
     raise RuntimeError(
         f"{what} would change a parameter stored as '{q.format}' in place, and rounding would silently lose most of "
-        f"it. Update it with an optimizer of masterless, overwrite it with copy_(), or decode the model with "
+        f"it. Update it with an optimizer of masterless, overwrite it with encode_(), or decode the model with "
         f"masterless.dequantize_(model)"
     )

@@ -3,25 +3,30 @@
 Contract:
     * What is quantized is decided by explicit rules and full shapes, and reported parameter by parameter with the
       reason. By default: the weights of linear layers and stacks of expert matrices, but not embeddings, norms,
-      biases, routers or the output head.
+      biases, routers, the output head, matrices with a side below 32 (gates, small heads) or the adapters of peft.
     * A weight is stored in the layout it has. Hugging Face's `Conv1D` (GPT-2) is a linear layer with its weight as
       ``[in, out]``: a row, and so a scale, belongs to one input and runs along the outputs.
     * A parameter shared by several modules is quantized once and stays shared.
-    * `quantize_` replaces parameters: build the optimizer afterwards.
+    * `quantize_` replaces parameters: build the optimizer afterwards. What was dense is released, also if it was part
+      of a memory-mapped file that other parameters still use: those get memory of their own (`tensor.mapped`).
+    * A quantized parameter is in the model's state dict in parts, with its format (`tensor.state`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from masterless.formats import Format
-from masterless.formats.layout import is_matrix_like
+from masterless.formats.layout import MIN_ROW, is_matrix_like
+from masterless.tensor import state
+from masterless.tensor.mapped import unmap_
 from masterless.tensor.quantized import QuantizedTensor, as_weight
 
 Selector = str | type[nn.Module]
@@ -29,6 +34,11 @@ Selector = str | type[nn.Module]
 _HEADS = {"head", "lm_head", "classifier", "score", "embed_out", "unembed"}
 _ROUTERS = {"router", "gate"}
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+
+
+# What other libraries want to know of their models (`masterless.integrations`).
+AFTER_QUANTIZING: list[Callable[[nn.Module], None]] = []
+AFTER_DEQUANTIZING: list[Callable[[nn.Module], None]] = []
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,7 @@ def quantize_(
     include: Sequence[Selector] = (),
     exclude: Sequence[Selector] = (),
     rules: Mapping[str, str | Format | None] | None = None,
+    like: Mapping[str, Any] | None = None,
 ) -> QuantizationReport:
     """Stores a model's matrices quantized, in place.
 
@@ -100,6 +111,8 @@ def quantize_(
         exclude: leave these alone; wins over `include`.
         rules: an explicit map from patterns of parameter names to formats (None: leave alone); the first pattern that
             matches decides, before everything else.
+        like: a state dict: quantize exactly the parameters that it holds quantized, in its formats, so that it can be
+            loaded. All other arguments are then refused.
 
     Returns:
         A report of what was quantized, what was left and why, and the bytes. ``print`` it.
@@ -107,55 +120,141 @@ def quantize_(
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     >>> report = quantize_(model, "int8")
     >>> [d.name for d in report.quantized]
-    ['0.weight', '2.weight']
+    ['0.weight']
     """
-    default = as_weight(format)
-    explicit = [(pattern, None if f is None else as_weight(f)) for pattern, f in (rules or {}).items()]
-    _check_selectors(model, {"include": include, "exclude": exclude, "rules": list(rules or {})})
-    head = _output_head(model)
+    select: Selection
+    if like is None:
+        select = Selection(model, format, include=include, exclude=exclude, rules=rules)
+    else:
+        if include or exclude or rules:
+            raise ValueError("like= already says what is quantized; leave out include, exclude and rules")
+        select = _Like(model, like)
     report = QuantizationReport()
     done: dict[int, Tensor] = {}
-    embedded = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
-    for name, module, key, p in _owned_parameters(model):
+    for name, module, key, p in owned_parameters(model):
         if id(p) in done:
-            module._parameters[key] = done[id(p)]  # type: ignore[assignment]
+            replace_parameter(module, key, done[id(p)])
             continue
-        matched = next((f for pattern, f in explicit if fnmatchcase(name, pattern)), ...)
-        if matched is not ...:
-            chosen, reason = matched, "rule" if matched else "rule: left alone"
-        elif _selected(name, module, exclude):
-            chosen, reason = None, "excluded"
-        elif _selected(name, module, include):
-            chosen, reason = default, "included"
-        else:
-            reason = _why_not(name, module, p, module is head, id(p) in embedded)
-            chosen, reason = (None, reason) if reason else (default, _which(module))
-        if chosen is not None:
-            obstacle = _obstacle(module, p)
-            chosen, reason = (None, obstacle) if obstacle else (chosen, reason)
+        chosen, reason = select(name, module, p)
         new: Tensor = p
         if chosen is not None:
             new = nn.Parameter(QuantizedTensor.from_dense(p.detach(), chosen), requires_grad=p.requires_grad)
-            module._parameters[key] = new  # type: ignore[assignment]
+            replace_parameter(module, key, new)
         done[id(p)] = new
         dense = p.numel() * p.itemsize
-        stored = new.stored_bytes if isinstance(new, QuantizedTensor) else dense
+        stored = new.nbytes if isinstance(new, QuantizedTensor) else dense
         report.decisions.append(Decision(name, tuple(p.shape), str(chosen) if chosen else None, reason, dense, stored))
+    if report.quantized:
+        unmap_(t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, QuantizedTensor))
+    for callback in AFTER_QUANTIZING:
+        callback(model)
     return report
 
 
+def replace_parameter(module: nn.Module, key: str, p: Tensor) -> None:
+    """Puts a parameter in a module's place `key`; a quantized one is saved and loaded in parts from now on."""
+    module._parameters[key] = p  # type: ignore[assignment]
+    if isinstance(p, QuantizedTensor):
+        state.attach(module)
+
+
+class Selection:
+    """Which parameters of a model are quantized, in which format and why.
+
+    Args:
+        model: the model, dense or on the meta device.
+        format: as in `quantize_`, like all others.
+        include: also these.
+        exclude: never these.
+        rules: formats by pattern, before everything else.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        format: str | Format = "int4",
+        *,
+        include: Sequence[Selector] = (),
+        exclude: Sequence[Selector] = (),
+        rules: Mapping[str, str | Format | None] | None = None,
+    ) -> None:
+        self.default = as_weight(format)
+        self.rules = [(pattern, None if f is None else as_weight(f)) for pattern, f in (rules or {}).items()]
+        self.include, self.exclude = include, exclude
+        _check_selectors(model, {"include": include, "exclude": exclude, "rules": list(rules or {})})
+        self.head = _output_head(model)
+        self.embedded = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+        self.adapters = {id(p) for p in _adapter_parameters(model)}
+
+    def __call__(self, name: str, module: nn.Module, p: Tensor) -> tuple[Format | None, str]:
+        """The format of a parameter (None: it is left alone), and the reason."""
+        matched = next((f for pattern, f in self.rules if fnmatchcase(name, pattern)), ...)
+        chosen: Format | None
+        if matched is not ...:
+            chosen, reason = matched, "rule" if matched else "rule: left alone"  # type: ignore[assignment]
+        elif _selected(name, module, self.exclude):
+            chosen, reason = None, "excluded"
+        elif _selected(name, module, self.include):
+            chosen, reason = self.default, "included"
+        elif id(p) in self.adapters:
+            chosen, reason = None, "adapter: it is what trains, and small; name it in include= to quantize it"
+        else:
+            reason = _why_not(name, module, p, module is self.head, id(p) in self.embedded)
+            chosen, reason = (None, reason) if reason else (self.default, _which(module))
+        obstacle = _obstacle(module, p) if chosen is not None else ""
+        return (None, obstacle) if obstacle else (chosen, reason)
+
+
+class _Like(Selection):
+    """The selection that a state dict was saved with."""
+
+    def __init__(self, model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+        found = {name: value for name, value in state.joined(state_dict).items() if isinstance(value, QuantizedTensor)}
+        self.formats = {name: value.format for name, value in found.items()}
+        places = {name: p for name, _, _, p in owned_parameters(model)}
+        foreign = sorted(set(self.formats) - set(places))
+        if foreign:
+            raise ValueError(
+                f"like: the state dict holds {foreign[0]!r} quantized, which is no parameter of the model; build the "
+                f"model that it was saved from"
+            )
+        for name, format in self.formats.items():
+            p = places[name]
+            if p.shape != found[name].shape or (isinstance(p, QuantizedTensor) and p.format != format):
+                own = f"'{p.format}'" if isinstance(p, QuantizedTensor) else "dense"
+                raise ValueError(
+                    f"like: {name!r} is {tuple(found[name].shape)} stored as '{format}' in the state dict and "
+                    f"{tuple(p.shape)}, {own}, in the model; build the model that it was saved from, dense"
+                )
+
+    def __call__(self, name: str, module: nn.Module, p: Tensor) -> tuple[Format | None, str]:
+        """The format that the state dict holds the parameter in."""
+        if isinstance(p, QuantizedTensor):
+            return None, "already quantized"
+        format = self.formats.get(name)
+        return format, "as in the state dict"
+
+
 def dequantize_(model: nn.Module) -> nn.Module:
-    """Turns every quantized parameter of a model back into a dense one (of what the forward pass saw), in place."""
+    """Turns every quantized parameter of a model back into a dense one (of what the forward pass saw), in place.
+
+    >>> model = nn.Sequential(nn.Linear(64, 64))
+    >>> report = quantize_(model, "int8")
+    >>> type(dequantize_(model)[0].weight)
+    <class 'torch.nn.parameter.Parameter'>
+    """
     done: dict[int, nn.Parameter] = {}
-    for _, module, key, p in _owned_parameters(model):
+    for _, module, key, p in owned_parameters(model):
         if isinstance(p, QuantizedTensor):
             if id(p) not in done:
                 done[id(p)] = nn.Parameter(p.detach().dequantize().detach(), requires_grad=p.requires_grad)
             module._parameters[key] = done[id(p)]
+    for callback in AFTER_DEQUANTIZING:
+        callback(model)
     return model
 
 
-def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Every place that holds a parameter (a shared one comes up several times): name, module, key, parameter."""
     for prefix, module in model.named_modules(remove_duplicate=True):
         for key, p in list(module._parameters.items()):
@@ -173,7 +272,7 @@ def _selected(name: str, module: nn.Module, selectors: Sequence[Selector]) -> bo
 
 def _check_selectors(model: nn.Module, arguments: Mapping[str, Sequence[Selector]]) -> None:
     """Raises a ValueError for a pattern or module type that selects nothing: most likely it is misspelt."""
-    places = list(_owned_parameters(model))
+    places = list(owned_parameters(model))
     for argument, selectors in arguments.items():
         _selected("", model, selectors)  # a bare pattern, which would be taken letter by letter, is refused there
         for selector in selectors:
@@ -215,10 +314,22 @@ def why_left(name: str, dim: int, layer: str, is_head: bool = False) -> str:
         return "output head"
     if parts & _ROUTERS:
         return "router"
+    if any(part.startswith("lora_") for part in parts):
+        return "adapter: it is what trains, and small; name it in include= to quantize it"
     experts = dim == 3 and not layer.startswith(("Conv", "Bilinear"))
     if layer in ("linear", "transposed linear") or experts:
         return ""
     return f"not a linear layer ({layer}); name it in include= to quantize it"
+
+
+def too_thin(shape: Sequence[int]) -> str:
+    """Why the default leaves a matrix of this shape alone; empty if it does not.
+
+    A gate with one output or a head with two is nothing in bytes and much in the loss.
+    """
+    if len(shape) >= 2 and min(shape[-2:]) < MIN_ROW:
+        return f"too small: a side of {min(shape[-2:])}, below {MIN_ROW}; name it in include= to quantize it"
+    return ""
 
 
 def too_small(shape: Sequence[int]) -> str:
@@ -239,7 +350,18 @@ def _why_not(name: str, module: nn.Module, p: Tensor, is_head: bool, is_embeddin
         layer = "linear" if isinstance(module, nn.Linear) else type(module).__name__
     # A stack of one is no stack of experts: position embeddings are [1, length, width].
     dim = 2 if p.dim() == 3 and p.shape[0] == 1 else p.dim()
-    return why_left(name, dim, layer, is_head)
+    return why_left(name, dim, layer, is_head) or too_thin(p.shape)
+
+
+def _adapter_parameters(model: nn.Module) -> Iterator[Tensor]:
+    """What peft has added to a model: its layers say under which names."""
+    for module in model.modules():
+        for name in getattr(module, "adapter_layer_names", None) or ():
+            added = getattr(module, name, None)
+            if isinstance(added, nn.Module):
+                yield from added.parameters()
+            elif isinstance(added, Tensor):
+                yield added
 
 
 def _is_transposed(module: nn.Module) -> bool:

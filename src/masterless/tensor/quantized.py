@@ -8,7 +8,8 @@ Contract:
     * Copies, conversions, whole slices of dimension 0 (``w[2:5]``) and the matrices of a stack (``w[2]``) stay
       quantized.
     * Nothing changes a quantized tensor in place but `copy_`, `zero_` and the optimizers of this library: other
-      in-place operations are refused, because rounding their result would silently lose it.
+      in-place operations are refused, because rounding their result would silently lose it. `copy_` copies bytes of
+      the same format; rounding a dense tensor is asked for by name, `encode_`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from torch import Tensor
 
 from masterless import formats
 from masterless.formats import Format, FormatError
-from masterless.formats.storage import Storage, tensor_specs
-from masterless.tensor.decoding import TRANSPOSITIONS, StoredTensor, call_dense, restored, transposed
+from masterless.formats.storage import Storage
+from masterless.tensor import gather, pieces
+from masterless.tensor.decoding import TRANSPOSITIONS, StoredTensor, as_ordinary, call_dense, restored, transposed
+from masterless.tensor.pieces import empty_storage
 
 aten = torch.ops.aten
 
@@ -60,6 +63,13 @@ class QuantizedTensor(StoredTensor):
         cls, storage: Storage, dtype: torch.dtype = torch.float32, requires_grad: bool = False
     ) -> QuantizedTensor:
         """Wraps a storage."""
+        if not isinstance(storage, Storage):
+            # accelerate's offloading, for one, makes a parameter anew from its class and whatever it holds.
+            raise TypeError(
+                f"a QuantizedTensor is made from a Storage, not from a {type(storage).__name__}: call "
+                f"QuantizedTensor.from_dense(tensor, format). Tools that rebuild parameters by their class "
+                f"(accelerate's cpu_offload and disk_offload) cannot move quantized ones: leave the model on its device"
+            )
         device = next(iter(storage.tensors.values())).device
         tensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, storage.shape, dtype=dtype, device=device, requires_grad=requires_grad
@@ -75,13 +85,33 @@ class QuantizedTensor(StoredTensor):
         if not dense.dtype.is_floating_point:
             raise ValueError(f"cannot quantize a tensor of dtype {dense.dtype}: weights are floating-point")
         if dense.device.type == "meta":
-            return cls(_empty(fmt, dense.shape, dense.device), dense.dtype)
+            return cls(empty_storage(fmt, dense.shape, dense.device), dense.dtype)
         _require_finite(dense)
         return cls(Storage.zeros(fmt, dense.shape, dense.device).encode_(dense), dense.dtype)
 
+    def rewrapped(self, storage: Storage, dtype: torch.dtype | None = None) -> QuantizedTensor:
+        """A quantized tensor over another storage, of this one's dtype unless another is given."""
+        return QuantizedTensor(storage, dtype or self.dtype)
+
+    @torch.no_grad()
+    def encode_(self, dense: Tensor) -> QuantizedTensor:
+        """Overwrites this tensor with a dense one (or one in another format), rounding to nearest under new scales.
+
+        The one explicit way to do so: `copy_` refuses what it would have to round.
+        """
+        _require_shape(self, dense)
+        if isinstance(dense, QuantizedTensor):
+            dense = dense.stored.decode()  # hidden bits are used
+        elif isinstance(dense, StoredTensor):
+            dense = dense.decode()
+        _require_finite(dense)
+        self.stored.encode_(dense.to(self.device))
+        torch.autograd.graph.increment_version(self)  # views of it count together, which the codes do not
+        return _mark_changed(self)
+
     @property
     def stored_bytes(self) -> int:
-        """Bytes of codes, hidden bits and scales."""
+        """Bytes of codes, hidden bits and scales (as `nbytes`)."""
         return self.stored.nbytes
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -121,18 +151,14 @@ class QuantizedTensor(StoredTensor):
         return copy
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
-        """What FSDP2 gathers: visible codes and scales (`masterless.tensor.pieces`)."""
-        from masterless.tensor import pieces as views
-
-        return views.pack(self, mesh.size(), outer_size)
+        """What FSDP2 gathers: visible codes and scales (`masterless.tensor.gather`)."""
+        return gather.pack(self, mesh.size(), outer_size)
 
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """The whole parameter, still quantized, from what was gathered."""
-        from masterless.tensor import pieces as views
-
-        return views.unpack(self, outputs[0], metadata, param_dtype, out)
+        return gather.unpack(self, outputs[0], metadata, param_dtype, out)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,18 +166,24 @@ class QuantizedTensor(StoredTensor):
             for tensor in args[0].stored.tensors.values():
                 tensor.share_memory_()
             return args[0]
+        if func is Tensor.copy_ and isinstance(args[0], torch.nn.Parameter) and not isinstance(args[0], StoredTensor):
+            # What loading quantized tensors into a dense model does: it would be taken for exact.
+            raise RuntimeError(
+                f"copy_ of a tensor stored as '{args[1].format}' to a dense parameter of shape {tuple(args[0].shape)}: "
+                f"what is quantized later would be rounded anew, hidden bits would be lost. Quantize the model first "
+                f"(quantize_(model, like=state_dict)), or copy tensor.dequantize()"
+            )
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if func in _HANDLERS:
-            return _HANDLERS[func](func, *args, **kwargs)
-        if func in _BY_PIECES:
-            from masterless.tensor import pieces as views
-
-            if views.keeps(func, args[0]):
-                return views.HANDLERS[func](func, *args, **kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is None and func in pieces.HANDLERS and pieces.keeps(func, args[0]):
+            handler = pieces.HANDLERS[func]
+        if handler is not None:
+            with as_ordinary(args[0]):
+                return handler(func, *args, **kwargs)
         return call_dense(func, args, kwargs)
 
 
@@ -204,15 +236,6 @@ def _map_storage(
     return QuantizedTensor(Storage(q.format, q.stored.shape, tensors), dtype or q.dtype)
 
 
-def _empty(format: Format, shape: Any, device: torch.device) -> Storage:
-    specs = tensor_specs(format, shape)
-    return Storage(
-        format,
-        tuple(shape),
-        {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in specs.items()},
-    )
-
-
 def _same(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
     return QuantizedTensor(q.stored, q.dtype)
 
@@ -229,7 +252,9 @@ def _to_copy(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> Quanti
 
 
 def _empty_like(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
-    return QuantizedTensor(_empty(q.format, q.shape, kwargs.get("device") or q.device), kwargs.get("dtype") or q.dtype)
+    return QuantizedTensor(
+        empty_storage(q.format, q.shape, kwargs.get("device") or q.device), kwargs.get("dtype") or q.dtype
+    )
 
 
 def _require_finite(dense: Tensor) -> None:
@@ -240,19 +265,23 @@ def _require_finite(dense: Tensor) -> None:
 def _copy_(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not isinstance(target, QuantizedTensor):
         return func(target, source.decode(), *args, **kwargs)  # type: ignore[attr-defined]
+    _require_shape(target, source)
+    if not isinstance(source, QuantizedTensor) or source.format != target.format:
+        what = f"a tensor stored as '{source.format}'" if isinstance(source, QuantizedTensor) else "a dense tensor"
+        raise RuntimeError(
+            f"copy_ of {what} to a parameter of shape {tuple(target.shape)} stored as '{target.format}' would round "
+            f"it, and small changes would be lost without a word (an average would not move). Average with "
+            f"masterless.AveragedModel; load checkpoints in the format they were saved in; to round on "
+            f"purpose call parameter.encode_(tensor)"
+        )
+    for name, tensor in target.stored.tensors.items():
+        tensor.copy_(source.stored.tensors[name])
+    return _mark_changed(target)
+
+
+def _require_shape(target: Tensor, source: Tensor) -> None:
     if target.shape != source.shape:
         raise ValueError(f"cannot copy a tensor of shape {tuple(source.shape)} to one of shape {tuple(target.shape)}")
-    if isinstance(source, QuantizedTensor) and source.format == target.format:
-        for name, tensor in target.stored.tensors.items():
-            tensor.copy_(source.stored.tensors[name])
-    else:
-        if isinstance(source, QuantizedTensor):
-            dense = source.stored.decode()
-        else:
-            dense = source.decode() if isinstance(source, StoredTensor) else source
-        _require_finite(dense)
-        target.stored.encode_(dense.to(target.device))
-    return _mark_changed(target)
 
 
 def _zero_(func: Any, q: QuantizedTensor) -> QuantizedTensor:
@@ -277,16 +306,4 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy_,
     aten.zero_.default: _zero_,
     **dict.fromkeys(TRANSPOSITIONS, transposed),
-}
-
-# Whole slices of dimension 0, and matrices of a stack, stay quantized; the rest is what FSDP2 does with them.
-_BY_PIECES: set[Any] = {
-    aten.split.Tensor,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.unbind.int,
-    aten.new_zeros.default,
-    aten.new_empty.default,
-    aten.view.default,
-    aten.as_strided.default,
 }

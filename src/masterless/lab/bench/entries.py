@@ -12,13 +12,9 @@ from torch.nn import Parameter
 
 import masterless as ml
 from masterless.formats.layout import is_matrix_like
-from masterless.lab.bench.shapes import Shape
+from masterless.lab.bench.tensor_sizes import Shape
 
 ADAMW, SGD = "torch fused AdamW, fp32", "torch fused SGD momentum, fp32"
-
-
-class Unavailable(RuntimeError):
-    """An entry that cannot be measured here, with the reason."""
 
 
 @dataclass(frozen=True)

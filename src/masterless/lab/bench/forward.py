@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import masterless as ml
-from masterless.lab.bench.measure import interleaved
+from masterless.lab.bench.step_time import interleaved
 
 OUT, IN = 3072, 768
 TOKENS = (512, 4096)

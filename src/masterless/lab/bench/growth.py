@@ -18,7 +18,7 @@ from torch.nn import Parameter
 import masterless as ml
 from masterless.backends.cpu import library as kernels
 from masterless.formats.storage import Storage
-from masterless.lab.bench.measure import seconds
+from masterless.lab.bench.step_time import seconds
 
 COLUMNS = 1024
 SIZES = (1_000_000, 4_000_000, 16_000_000, 64_000_000, 250_000_000, 500_000_000)

@@ -1,18 +1,44 @@
-"""``masterless bench``: how fast the step is, against torch's fused one and other libraries, in one run."""
+"""``masterless bench``: how fast the step is, against torch's fused one, in one run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
+from masterless.lab.bench import parity, report, tensor_sizes
+from masterless.lab.bench.entries import BASELINES, OURS, Entry
+from masterless.lab.bench.forward import forward
+from masterless.lab.bench.growth import SIZES, grow
+from masterless.lab.bench.step_time import StepTimes
 from masterless.lab.commands.common import fail
+from masterless.lab.train.config import MOST_THREADS
 
 SECTIONS = ("step", "forward", "growth")
+Tell = Callable[[str], None]
+
+
+class Guests(Protocol):
+    """Optimizers of other libraries, to be measured beside ours."""
+
+    ENTRIES: list[Entry]
+
+    def versions(self) -> dict[str, str]:
+        """The versions of the libraries that are installed."""
+
+    def measure(self, times: StepTimes, entries: Sequence[Entry], threads: int, tell: Tell) -> None:
+        """Adds these entries to a measurement."""
+
+
+GUESTS: list[Guests] = []  # benchmarks/bench.py adds some
 
 
 def bench(
@@ -21,10 +47,8 @@ def bench(
     threads: str = typer.Option("1,2", help="Numbers of threads, separated by commas."),
     repeats: int = typer.Option(9, min=1, help="Repeats of each entry; the fastest counts."),
     only: str = typer.Option("", help="Only steps whose name contains this, with their baselines."),
-    peers: bool = typer.Option(True, help="Measure other libraries too, where they install and run."),
     largest: int = typer.Option(500_000_000, min=1, help="Parameters up to which growth is measured."),
-    out: Path | None = typer.Option(None, help="Write bench.md, bench.json and plots into this directory."),  # noqa: B008
-    figures: Path | None = typer.Option(None, help="Write the plots into this directory instead."),  # noqa: B008
+    out: Path | None = typer.Option(None, help="Write bench.md and bench.json into this directory."),  # noqa: B008
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead of tables."),
 ) -> None:
     """Measure the step: ratios to torch's fused AdamW and to the bytes-moved limit, memory, growth."""
@@ -33,37 +57,34 @@ def bench(
         if section not in SECTIONS:
             raise ValueError(f"{section!r}: no such section; choose from {', '.join(SECTIONS)}")
     counts = [_thread_count(text) for text in threads.split(",")]
-
-    from rich.console import Console
-
-    from masterless.lab.bench import parity, report, shapes
-
-    tensors = shapes.choose(sizes.split(","))
+    tensors = tensor_sizes.choose(sizes.split(","))
     status = Console(stderr=True).status("kernel against reference")
     with status:
         try:
             compared = parity.check()
         except parity.ParityError as error:
             raise fail(str(error)) from None
-        options = {"sizes": sizes, "threads": threads, "repeats": repeats, "only": only, "peers": peers}
-        document: dict[str, Any] = {"machine": report.machine(), "options": options, "parity": compared}
+        options = {"sizes": sizes, "threads": threads, "repeats": repeats, "only": only}
+        versions = {name: version for guests in GUESTS for name, version in guests.versions().items()}
+        document: dict[str, Any] = {"machine": report.machine(versions), "options": options, "parity": compared}
 
         def tell(what: str) -> None:
             status.update(what)
 
         def save() -> list[Path]:
-            return [] if out is None else report.write(document, out, figures or out)
+            return [] if out is None else report.write(document, out)
 
         if "step" in chosen:
             document["step"] = []
-            for rows in _step(tensors, counts, repeats, only, peers, tell):
+            for rows in _step(tensors, counts, repeats, only, tell):
                 document["step"] += rows
                 save()  # a run of half an hour should not be lost when it is interrupted
         if "forward" in chosen:
-            document["forward"] = _forward(counts, repeats, tell)
+            document["forward"] = [asdict(row) for n in counts for row in forward(n, repeats, report=tell)]
             save()
         if "growth" in chosen:
-            document["growth"] = _growth(largest, max(counts), repeats, tell)
+            measured = [size for size in SIZES if size <= largest] or [largest]
+            document["growth"] = [asdict(point) for point in grow(measured, max(counts), repeats, tell)]
         written = save()
     if as_json:
         typer.echo(json.dumps(document))
@@ -74,55 +95,37 @@ def bench(
 
 
 def _thread_count(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError(f"--threads {text!r}: no number of threads; write e.g. 1,2")
+    if not re.fullmatch(r"\s*\d{1,6}\s*", text) or not 1 <= int(text) <= MOST_THREADS:
+        raise ValueError(f"--threads {text[:60]!r}: no number of threads up to {MOST_THREADS}; write e.g. 1,2")
     return int(text)
 
 
 def _step(
-    tensors: dict[str, Any], threads: list[int], repeats: int, only: str, peers: bool, tell: Callable[[str], None]
+    tensors: dict[str, Any], threads: list[int], repeats: int, only: str, tell: Tell
 ) -> Iterator[list[dict[str, Any]]]:
     """The rows of one size after the other."""
-    from masterless.lab.bench.entries import BASELINES, OURS
-    from masterless.lab.bench.measure import measure
-    from masterless.lab.bench.peers import PEERS
-
-    every = [*BASELINES, *OURS, *(PEERS if peers else [])]
+    every = [*BASELINES, *OURS, *(entry for guests in GUESTS for entry in guests.ENTRIES)]
     wanted = [entry for entry in every if only.lower() in entry.name.lower()]
     if not wanted:
-        raise ValueError(
-            f"--only {only!r}: no entry has that in its name; there are {', '.join(e.name for e in every)}"
-        )
+        names = ", ".join(e.name for e in every)
+        raise ValueError(f"--only {only!r}: no entry has that in its name; there are {names}")
     needed = {entry.name for entry in wanted} | {entry.baseline for entry in wanted}
-    entries = [entry for entry in every if entry.name in needed]
+    ours = [entry for entry in every if entry.name in needed and not entry.peer]
     for size, shapes in tensors.items():
         rows = []
         for n in threads:
-            prefix = f"{size}, {n} thread{'s' if n > 1 else ''}"
-            rows += measure(size, shapes, entries, n, repeats, lambda what, at=prefix: tell(f"{at}: {what}"))  # type: ignore[misc]
+
+            def say(what: str, at: str = f"{size}, {n} thread{'s' if n > 1 else ''}") -> None:
+                tell(f"{at}: {what}")
+
+            times = StepTimes(size, shapes, ours, n, repeats, say)
+            for guests in GUESTS:
+                guests.measure(times, [entry for entry in wanted if entry in guests.ENTRIES], n, say)
+            rows += times.rows()
         yield [asdict(row) for row in rows]
 
 
-def _forward(threads: list[int], repeats: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
-    from masterless.lab.bench.forward import forward
-
-    return [asdict(row) for n in threads for row in forward(n, repeats, report=tell)]
-
-
-def _growth(largest: int, threads: int, repeats: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
-    from masterless.lab.bench.growth import SIZES, grow
-
-    sizes = [size for size in SIZES if size <= largest] or [largest]
-    return [asdict(point) for point in grow(sizes, threads, repeats, tell)]
-
-
 def _show(document: dict[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    from masterless.lab.bench import report
-
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)  # a pipe or a file has no width to fit into

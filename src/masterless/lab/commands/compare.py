@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import statistics
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
+from masterless.interop.files import read_json_lines
 from masterless.lab.commands.common import fail, one_line_warnings, with_options
+from masterless.lab.train.build import build_corpus, build_settings, model_options
 from masterless.lab.train.config import FIELDS, ConfigError, RunConfig, read_toml, resolve
+from masterless.lab.train.experiment import Experiment, load_results, run_all
+from masterless.lab.train.report import cells, noise_note, write_comparison_report
+from masterless.optim.presets import PRESETS
 
-if TYPE_CHECKING:
-    from masterless.lab.train.experiment import Experiment
-
-DEFAULT = "fp32,1.8-byte,1.3-byte-int4,1-byte-int4,naive-int4"
-_NOT_SHARED = {
-    "formats",
-    "init",
-    "vocab",
-    "optimizer",
-    "beta1",
-    "beta2",
-    "step_in_backward",
-    "save_every",
-    "keep",
-    "seed",
-}
+DEFAULT = "fp32,2-byte,1.3-byte-int4,1-byte-int4,naive-int4"
+STEPS = 900  # with two seeds as long as one seed of 1500 steps on two cores, and the table shows its own noise
+_NOT_SHARED = set("init vocab optimizer beta1 beta2 step_in_backward save_every keep seed".split())
 SHARED = [n for n, field in FIELDS.items() if n not in _NOT_SHARED and field.metadata["section"] != "formats"]
 _PLAIN_STATES = {"exp_avg": "fp32", "exp_avg_sq": "fp32", "betas": (0.9, 0.95)}
 
 
-@with_options(SHARED, eval_batches="64", threads="1 a run")
+@with_options(SHARED, steps=str(STEPS), eval_batches="64", threads="1 per run")
 def compare(
     *,
     presets: Annotated[
@@ -47,7 +44,7 @@ def compare(
             "WEIGHTS/FIRST/SECOND formats such as int4/int4/log2@0.35 (with beta1)."
         ),
     ] = DEFAULT,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds per preset.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds per preset; with one there is no spread.")] = 2,
     out: Annotated[Path, typer.Option(help="Folder of results, plot and report.")] = Path("runs/compare"),
     workers: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 2,
     config: Annotated[Path | None, typer.Option(help="Options from a TOML file; flags win over it.")] = None,
@@ -64,7 +61,7 @@ def compare(
     for name in file:
         if name not in SHARED:
             raise ConfigError(f"{config}: {name!r} is not an option that runs of a comparison share; remove it")
-    resolved = resolve(given, {"eval_batches": 64, **file})
+    resolved = resolve(given, {"eval_batches": 64, "steps": STEPS, **file})
     experiments, text = plan_experiments(resolved, [p.strip() for p in presets.split(",") if p.strip()], seeds)
     results = out / "results.jsonl"
     try:
@@ -72,9 +69,6 @@ def compare(
         results.open("a").close()
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written ({error.strerror}); choose another --out") from None
-    from masterless.lab.train.experiment import load_rows
-    from masterless.lab.train.report import write_comparison_report
-
     try:
         with _stoppable():
             _run(experiments, results, workers, resolved.threads or 1, as_json)
@@ -84,7 +78,10 @@ def compare(
         ) from None
     except RuntimeError as error:
         raise fail(str(error)) from None
-    found = {row["id"]: row for row in load_rows(results)}
+    found = {row["id"]: row for row in load_results(results)}
+    for e in experiments:
+        if e.identity not in found:
+            raise ConfigError(f"{results}: the row of {_name(e)} is damaged; remove that line, or choose another --out")
     # A row may have been made under another name for the same configuration.
     rows = [{**found[e.identity], "label": e.label} for e in experiments]
     table = summarize(rows)
@@ -105,27 +102,12 @@ def plan_experiments(config: RunConfig, names: Sequence[str], seeds: int) -> tup
 
     Each is built once, so that what cannot be is refused before anything is trained.
     """
-    import dataclasses
-    import warnings
-
-    from masterless.lab.train.build import build_corpus, build_settings
-    from masterless.lab.train.experiment import Experiment
-
     if not names:
         raise ConfigError(f"--presets: no names; pass for instance {DEFAULT}")
     settings = dataclasses.asdict(build_settings(config))
     for unused in ("seed", "betas"):
         del settings[unused]
-    model = {
-        "n_layer": config.layers,
-        "n_head": config.heads,
-        "d_model": config.width,
-        "seq_len": config.seq_len,
-        "d_ff": config.hidden,
-        "n_experts": config.experts,
-        "experts_per_token": config.experts_per_token,
-        "tie_embeddings": config.tie_embeddings,
-    }
+    model = model_options(config)
     data: dict[str, Any] = {}
     corpus = build_corpus(config)
     if config.data:
@@ -144,8 +126,6 @@ def plan_experiments(config: RunConfig, names: Sequence[str], seeds: int) -> tup
 
 def entry(name: str) -> tuple[str | None, dict[str, Any]]:
     """The weight format and AdamW's options that a name of a comparison stands for."""
-    from masterless.optim.presets import PRESETS
-
     if name in PRESETS:
         return PRESETS[name].weights, dict(PRESETS[name].options)
     if name.startswith("naive-"):
@@ -170,7 +150,11 @@ def entry(name: str) -> tuple[str | None, dict[str, Any]]:
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One entry a label: means over seeds, and the gap to fp32 (or to the first entry, if fp32 is not there)."""
+    """One entry per label: means over seeds, and the gap to fp32 (or to the first entry, if fp32 is not there).
+
+    The gap's spread is over seeds of the same number: they share initial weights and batches, so it is smaller than the
+    losses' own.
+    """
     table: list[dict[str, Any]] = []
     for label in dict.fromkeys(row["label"] for row in rows):
         mine = [row for row in rows if row["label"] == label]
@@ -185,6 +169,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "loss_spread": statistics.stdev(losses) if complete and len(losses) > 1 else None,
                 "losses": losses,
                 "gap": None,
+                "gap_spread": None,
                 "bytes_measured": memory["measured_per_parameter"],
                 "bytes_predicted": memory["predicted_per_parameter"],
                 "peak_bytes": max(row["peak_bytes"] for row in mine),
@@ -194,10 +179,13 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "roles": roles,
             }
         )
-    reference = next((e for e in table if e["label"] == "fp32"), table[0])["loss"]
+    reference = next((e for e in table if e["label"] == "fp32"), table[0])
     for e in table:
-        if e["loss"] is not None and reference is not None:
-            e["gap"] = e["loss"] / reference - 1
+        if e["loss"] is not None and reference["loss"] is not None:
+            e["gap"] = e["loss"] / reference["loss"] - 1
+            gaps = [a / b for a, b in zip(e["losses"], reference["losses"], strict=False)]
+            if e is not reference and len(gaps) > 1:
+                e["gap_spread"] = statistics.stdev(gaps)
     return table
 
 
@@ -230,23 +218,13 @@ def _stoppable() -> Iterator[None]:
 
 
 def _run(experiments: Sequence[Experiment], results: Path, workers: int, threads: int, as_json: bool) -> None:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from masterless.lab.train.experiment import load_rows, run_all
-
-    known = {row["id"] for row in load_rows(results)}
+    known = {row.get("id") for row in read_json_lines(results)}
     todo = [e for e in experiments if e.identity not in known]
     console = Console(stderr=as_json, highlight=False)
     if len(todo) < len(experiments) and not as_json:
         console.print(f"{len(experiments) - len(todo)} of {len(experiments)} runs are finished already", markup=False)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeRemainingColumn(),
-    )
+    text, note = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
+    columns = (text, BarColumn(), MofNCompleteColumn(), note, TimeRemainingColumn())
     bars: dict[str, Any] = {}
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         overall = progress.add_task("[bold]all runs", total=sum(e.settings["steps"] for e in todo), note="steps")
@@ -276,24 +254,14 @@ def _name(e: Experiment) -> str:
 
 
 def _print_table(table: Sequence[Mapping[str, Any]], config: RunConfig) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from masterless.lab.train.report import cells
-
     tokens = config.batch * config.accumulate * config.seq_len
     shown = Table(
         title=f"{config.steps} steps of {tokens} tokens",
-        caption="loss: validation, nats per token; bytes: weight and both moments of an inner matrix, scales included",
+        caption="loss: validation, nats per token; bytes: weight and both moments of an inner matrix, scales included\n"
+        + noise_note(table),
     )
-    headings = {
-        "loss": "loss",
-        "gap": "gap",
-        "measured": "bytes/param",
-        "predicted": "predicted",
-        "peak": "peak memory",
-        "time": "step",
-    }
+    headings = {"loss": "loss", "gap": "gap", "measured": "bytes/param", "predicted": "predicted"}
+    headings |= {"peak": "peak memory", "time": "step"}
     shown.add_column("run", no_wrap=True)
     for heading in headings.values():
         shown.add_column(heading, justify="right", no_wrap=True)
@@ -317,7 +285,7 @@ def _plot(table: Sequence[Mapping[str, Any]], path: Path) -> Path | None:
         # Above and below in turns: neighbours on the axis are often close in loss, too.
         place: dict[str, Any] = {"xytext": (0, -16 if i % 2 else 9), "textcoords": "offset points", "ha": "center"}
         axes.annotate(e["label"], (e["bytes_measured"], e["loss"]), **place)
-    axes.set(xlabel="bytes a parameter, measured", ylabel="validation loss", xscale="log")
+    axes.set(xlabel="bytes per parameter, measured", ylabel="validation loss", xscale="log")
     axes.set_xticks([x for x in (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16)])
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()

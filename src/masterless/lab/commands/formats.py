@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from masterless.formats import Format
+from masterless.formats import Format, FormatError, as_first_moment, as_second_moment, names, parse
 
 WIDTH = 31  # odd, so that zero has a cell of its own in the middle
 _SHADES = " ▁▂▃▄▅▆▇█"
@@ -18,15 +19,10 @@ def formats(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead of a table."),
 ) -> None:
     """List the formats of weights and optimizer states."""
-    from masterless.formats import names, parse
-
     rows = [describe(parse(name)) for name in names()]
     if as_json:
         typer.echo(json.dumps(rows))
         return
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(caption="bits: per element, metadata included; for: W weights, m and v first and second moments")
     for column in ("name", "bits", "levels", "for", "where they lie, largest = 1"):
         table.add_column(column, justify="right" if column in ("bits", "levels") else "left", no_wrap=True)
@@ -78,8 +74,6 @@ def _levels(format: Format) -> list[float] | None:
 
 
 def _uses(format: Format) -> list[str]:
-    from masterless.formats import FormatError, as_first_moment, as_second_moment
-
     uses = ["weight"] if format.signed and format.kind != "none" else []
     for name, accept in (("first moment", as_first_moment), ("second moment", as_second_moment)):
         try:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from masterless.lab.plan import Advice, Plan, Row
+from masterless.lab.plan import Advice, Plan, Row, Settings, advise, load_model, make_plan, model_of_size
+from masterless.lab.plan.table import gigabytes
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _BYTES = (
@@ -30,7 +33,7 @@ def plan(
     memory: str | None = typer.Option(
         None, help="What a device has, e.g. 24GB (10^9 bytes) or 24GiB: marks what fits."
     ),
-    batch: int = typer.Option(1, help="Sequences a device and step."),
+    batch: int = typer.Option(1, help="Sequences per device and step."),
     seq_len: int = typer.Option(2048, help="Tokens of a sequence."),
     checkpointing: str = typer.Option("none", help="Of activations: none, or full (every layer is recomputed)."),
     shards: int = typer.Option(1, help="Devices that share the parameters (FSDP2); numbers are the largest rank's."),
@@ -46,8 +49,6 @@ def plan(
         raise ValueError("give either a model (config.json, safetensors file or directory) or --params 7B")
     count = None if params is None else parse_count(params)
     limit = None if memory is None else parse_bytes(memory)
-    from masterless.lab.plan import Settings, advise, load_model, make_plan, model_of_size
-
     settings = Settings(batch, seq_len, checkpointing, shards, dtype, tuple(include or ()))
     model = load_model(source) if source is not None else model_of_size(count or 0)
     made = make_plan(model, settings, tuple(preset or ()))
@@ -60,9 +61,9 @@ def plan(
 
 def parse_count(text: str) -> int:
     """A number of parameters: ``7B``, ``350M``, ``1.5T``, ``7000000``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBGT]?)", text.strip().replace(",", "").replace("_", "").upper())
+    match = re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?)([KMBGT]?)", text.strip().replace(",", "").replace("_", "").upper())
     if not match:
-        raise ValueError(f"--params {text!r} is no number of parameters; write e.g. 7B, 350M or 1.5T")
+        raise ValueError(f"--params {text[:60]!r} is no number of parameters; write e.g. 7B, 350M or 1.5T")
     count = round(float(match[1]) * _UNITS[match[2]])
     if count > 10**15:
         raise ValueError(f"--params {text!r}: more than 1000T is no model to plan for; write e.g. 7B or 1T")
@@ -71,17 +72,15 @@ def parse_count(text: str) -> int:
 
 def parse_bytes(text: str) -> int:
     """A number of bytes: ``24GB`` (10^9), ``24GiB`` (2^30), ``512MB``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)", text.strip().upper())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,30})?)\s*([KMGT]?I?B)", text.strip().upper())
     size = round(float(match[1]) * _BYTES.get(match[2], 0)) if match else 0
     if not size:
-        raise ValueError(f"--memory {text!r} is no size in bytes; write e.g. 24GB, 80GiB or 512MB")
+        raise ValueError(f"--memory {text[:60]!r} is no size in bytes; write e.g. 24GB, 80GiB or 512MB")
     return size
 
 
 def describe(plan: Plan, memory: int | None = None, advice: Advice | None = None) -> dict[str, Any]:
     """A plan as plain data, in bytes."""
-    from dataclasses import asdict
-
     result: dict[str, Any] = {
         "model": plan.model.name,
         "parameters": plan.model.numel,
@@ -126,9 +125,6 @@ _DROPPED = ("workspace", "activ.", "master", "grads", "reduce", "gather")
 
 
 def _show(plan: Plan, memory: int | None, advice: Advice | None) -> None:
-    from rich.console import Console
-    from rich.measure import Measurement
-
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)  # a pipe or a file has no width to fit into
@@ -148,11 +144,6 @@ def _show(plan: Plan, memory: int | None, advice: Advice | None) -> None:
 
 
 def _table(plan: Plan, columns: list[str], memory: int | None, advice: Advice | None) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    from masterless.lab.plan.table import gigabytes
-
     per = f"one of {plan.settings.shards} ranks" if plan.settings.shards > 1 else "one device"
     title = f"{plan.model.name}: {plan.model.numel:,} parameters; GB (10^9 bytes) on {per}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from masterless.insight.staleness import Grid
+from masterless import formats
+from masterless.step import staleness as s
 
 ROUNDINGS = ("nearest", "stochastic")
 MARKS = {"nearest": "●", "stochastic": "○"}
+MOST_STEPS = 10_000_000
 COLUMNS, ROWS = 60, 10  # of the plot in the terminal
 
 
@@ -31,7 +34,7 @@ def stall(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead of tables."),
 ) -> None:
     """Predict stalls of a moving average: probability over steps, start-up window, advised reset period."""
-    result = predict(format, beta1, beta2, rounding, moment, snr, typical, steps)
+    result = stall_curves(format, beta1, beta2, rounding, moment, snr, typical, steps)
     if plot is not None:
         write_plot(result, Path(plot))
     if as_json:
@@ -42,7 +45,7 @@ def stall(
             typer.echo(f"wrote {plot}")
 
 
-def predict(
+def stall_curves(
     format: str,
     beta1: float,
     beta2: float,
@@ -53,17 +56,15 @@ def predict(
     steps: int | None,
 ) -> dict[str, Any]:
     """The prediction as plain data: facts of each rounding, and curves over steps."""
-    from masterless.insight import staleness as s
-
     if rounding not in (*ROUNDINGS, "both"):
         raise ValueError(f"rounding={rounding!r}: no such choice; pass nearest, stochastic or both")
-    if steps is not None and steps < 1:
-        raise ValueError(f"steps={steps}: nothing to look at; pass 1 or more")
+    if steps is not None and not 1 <= steps <= MOST_STEPS:
+        raise ValueError(f"steps={steps}: nothing to look at; pass a number from 1 to {MOST_STEPS:,}")
     grid = _grid(format, moment, typical)
     beta = beta2 if moment == "second" else beta1
     # The first call checks beta and snr, with the library's own words.
     steady = {r: s.stall_probability(grid, beta, r, moment=moment, snr=snr) for r in ROUNDINGS}
-    horizon = steps or max(20, round(3 / (1 - beta)))
+    horizon = steps or min(MOST_STEPS, max(20, round(3 / (1 - beta))))
     at = sorted({round(horizon ** (k / (COLUMNS - 1))) for k in range(COLUMNS)})  # logarithmic: stalls set in early
     result: dict[str, Any] = {
         "format": format,
@@ -98,16 +99,13 @@ def predict(
     return result
 
 
-def _grid(format: str, moment: str, typical: float | None) -> Grid:
-    from masterless import formats
-    from masterless.insight import staleness
-
+def _grid(format: str, moment: str, typical: float | None) -> s.Grid:
     if formats.parse(format).kind == "log" and typical is None:
         raise ValueError(
             f"format={format!r}: the levels of a log code depend on the block; pass --typical with the block's low "
             f"quantile over its maximum, for instance --typical 0.001"
         )
-    return staleness.grid_of(format, moment, typical)
+    return s.grid_of(format, moment, typical)
 
 
 def _advice(result: dict[str, Any]) -> str:
@@ -128,9 +126,6 @@ def _advice(result: dict[str, Any]) -> str:
 
 
 def _show(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     console, second = Console(), result["moment"] == "second"
     name = "beta2" if second else "beta1"
     title = f"{result['format']}, {result['moment']} moment, {name} = {result['beta']:g}"
@@ -158,9 +153,7 @@ def _show(result: dict[str, Any]) -> None:
     console.print(result["advice"], markup=False, highlight=False)
 
 
-def _steps_table(result: dict[str, Any]) -> Any:
-    from rich.table import Table
-
+def _steps_table(result: dict[str, Any]) -> Table:
     table = Table()
     columns = {f"P {kind}": facts["stall"] for kind, facts in result["roundings"].items()}
     nearest = result["roundings"].get("nearest", {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,8 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from masterless.lab.commands.common import fail, one_line_warnings, with_options
-from masterless.lab.train.config import FIELDS, read_toml, refuse_existing, resolve
+from masterless.lab.train import display as displays
+from masterless.lab.train import run as runs
+from masterless.lab.train.config import FIELDS, read_toml, resolve
+from masterless.lab.train.report import write_run_report
 from masterless.lab.train.signals import StopFlag
+from masterless.optim import NonFiniteGradientError
 
 
 @with_options(FIELDS)
@@ -25,6 +30,9 @@ def train(
     parallel: Annotated[
         str | None, typer.Option(help="Under torchrun: ddp or fsdp; the ranks share each batch.")
     ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="With --parallel --resume: read a pickled .metadata, which can run code.")
+    ] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events as well.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object per evaluation and a final one.")
@@ -39,8 +47,6 @@ def train(
     if resume is None:
         if from_step is not None:
             raise ValueError("--from-step: means nothing without --resume; add it")
-        if out is not None:
-            refuse_existing(out)  # before torch is imported: a mistake is told at once
     elif given or out is not None or config is not None:
         name = next(iter(given), "config" if config is not None else "out").replace("_", "-")
         raise ValueError(
@@ -51,14 +57,17 @@ def train(
         raise ValueError("--tensorboard: TensorBoard is not installed; pip install tensorboard, or leave it out")
     one_line_warnings()
     if parallel is not None:
-        _train_in_parallel(parallel, given, out, resume, config, bool(sample or tensorboard or from_step is not None))
-        return
-    stop = StopFlag()
-    from masterless.lab.train import display as displays
-    from masterless.lab.train import run as runs
-    from masterless.lab.train.report import write_run_report
-    from masterless.optim import NonFiniteGradientError
+        if sample or tensorboard or from_step is not None:
+            raise ValueError("--parallel: goes without --sample, --tensorboard and --from-step; leave them out")
+        from masterless.lab import launch  # torch.distributed is large, and one process does without
 
+        summary = launch.run(parallel, given, None if config is None else read_toml(config), out, resume, trust)
+        if launch.is_first():
+            print(json.dumps(summary), flush=True)
+        return
+    if trust:
+        raise ValueError("--trust: means nothing without --parallel and --resume; leave it out")
+    stop = StopFlag()
     if resume is not None:
         run = runs.resume(resume, from_step)
     else:
@@ -94,20 +103,6 @@ def train(
         raise typer.Exit(128 + (stop.signal or 2))
 
 
-def _train_in_parallel(
-    mode: str, given: dict[str, Any], out: Path | None, resume: Path | None, config: Path | None, more: bool
-) -> None:
-    if more:
-        raise ValueError("--parallel: goes without --sample, --tensorboard and --from-step; leave them out")
-    from masterless.lab import launch
-
-    summary = launch.run(mode, given, None if config is None else read_toml(config), out, resume)
-    if launch.is_first():
-        print(json.dumps(summary), flush=True)
-
-
 def _free_folder(parent: Path, name: str) -> Path:
-    number = 1
-    while (folder := parent / (name if number == 1 else f"{name}-{number}")).exists():
-        number += 1
-    return folder
+    names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    return next(parent / name for name in names if not (parent / name).exists())

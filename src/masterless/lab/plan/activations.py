@@ -4,16 +4,16 @@ Per token and layer, in elements of the compute dtype (bf16, 2 bytes), what the 
 
     attention     2 h                  input of the norm, and its output, which q, k and v share
                   q + k + v + o        what flash attention keeps (the o projection's input is among it)
-                  + 4 bytes a head     the log-sum-exp of each row
+                  + 4 bytes per head     the log-sum-exp of each row
                   + q + k              inputs of the q and k norms, where there are any
                   + 2 r                inputs and outputs of the latent norms (rank r), where there are any
     feed-forward  2 h                  input and output of the norm
                   4 f                  gate, its activation, up, and their product (2 f without a gate)
-    experts       2 h + top_k (2 h + 4 f_e) + 4 f_s, and two fp32 router scores an expert
+    experts       2 h + top_k (2 h + 4 f_e) + 4 f_s, and two fp32 router scores per expert
     post-norms    + 2 h                where the outputs of both halves are normed too
     norms         + 4 bytes each       the reciprocal deviation
 
-Beside the layers: the last norm (2 h) and the logits, which cost 10 bytes a token and vocabulary entry (bf16 logits,
+Beside the layers: the last norm (2 h) and the logits, which cost 10 bytes per token and vocabulary entry (bf16 logits,
 their fp32 log-softmax, its fp32 gradient); a chunked cross-entropy would save most of that.
 
 With full checkpointing a layer keeps its input only, and the peak adds the larger of one layer, recomputed, and the
@@ -22,7 +22,7 @@ head. No dropout; attention is never materialised; k and v are not repeated for 
 
 from __future__ import annotations
 
-from masterless.lab.plan.shapes import Geometry
+from masterless.lab.plan.parameters import Geometry
 
 CHECKPOINTING = ("none", "full")
 COMPUTE = 2  # bytes of an element: bf16

@@ -201,6 +201,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
+LARGEST = 10**10  # of any one size; no model has a dimension like that
+
 # symbol -> config keys that may say it
 CONFIG_KEYS = {
     "hidden": ("hidden_size", "n_embd"),
@@ -236,11 +238,17 @@ def symbols(config: Mapping[str, Any], architecture: Architecture) -> dict[str, 
         value = default if key is None else known[key]
         if value is None:
             raise ValueError(f"lacks {' or '.join(map(repr, CONFIG_KEYS[symbol]))}; add it")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"has {key}={value!r}, which is no size; write a positive whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
+            raise ValueError(f"has {key}={str(value)[:40]!r}, which is no size; write a positive whole number")
         if value == 0 and default is None:
             raise ValueError(f"has {key}=0, which makes no model; write a positive whole number")
         return value
+
+    def truth(key: str) -> int:
+        value = known.get(key, False)
+        if not isinstance(value, bool):  # "false" is true to Python
+            raise ValueError(f"has {key}={str(value)[:40]!r}; write true or false without quotes")
+        return int(value)
 
     s = {name: number(name) for name in ("hidden", "vocab", "layers", "heads")}
     s["kv_heads"] = number("kv_heads", s["heads"])
@@ -262,9 +270,9 @@ def symbols(config: Mapping[str, Any], architecture: Architecture) -> dict[str, 
     s["qkv"] = s["q"] + 2 * s["kv"]
     s["two_ff"] = 2 * s["ff"]
     s["one"] = s["true"] = 1
-    s["tied"] = int(bool(known.get("tie_word_embeddings", False)))
+    s["tied"] = truth("tie_word_embeddings")
     flags = {"qkv_bias": False, "o_bias": False, "mlp_bias": False, **architecture.flags}
-    s |= {name: int(bool(known.get(flag, False)) if isinstance(flag, str) else flag) for name, flag in flags.items()}
+    s |= {name: truth(flag) if isinstance(flag, str) else int(flag) for name, flag in flags.items()}
     return s
 
 

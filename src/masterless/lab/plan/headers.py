@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
+
+from masterless.interop.files import open_regular, read_json, reason_of
 
 _LONGEST = 100_000_000  # the format's own limit for a header
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8}
 _BITS |= {"F16": 16, "BF16": 16, "I16": 16, "U16": 16, "F32": 32, "I32": 32, "U32": 32, "F64": 64, "I64": 64, "U64": 64}
+
+FLOATS = frozenset(name for name in _BITS if name.startswith(("F", "BF")))
 
 Header = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -31,10 +36,12 @@ def safetensors_files(path: Path) -> list[Path]:
 
 def _files_of_index(index: Path) -> list[Path]:
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index}: is no safetensors index ({error!r}); give the files themselves") from error
-    files = [index.parent / str(name) for name in sorted(map(str, names))]
+        names = sorted(set(read_json(index, _LONGEST)["weight_map"].values()))
+        if not all("/" not in name and "\\" not in name for name in names):
+            raise ValueError("it names files of other folders")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: is no safetensors index ({reason_of(error)}); give the files themselves") from error
+    files = [index.parent / name for name in names]
     missing = [file.name for file in files if not file.exists()]
     if missing:
         raise ValueError(f"{index}: names {missing[0]}, which is not there; complete the download")
@@ -53,8 +60,8 @@ def _read(file: Path) -> Header:
     def corrupt(reason: str) -> ValueError:
         return ValueError(f"{file}: corrupt safetensors file ({reason}); download or save it again")
 
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8:
             raise corrupt(f"{size} bytes, shorter than the length of its header")
@@ -63,8 +70,8 @@ def _read(file: Path) -> Header:
         raw = stream.read(length)
     try:
         header = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise corrupt(f"its header is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise corrupt(f"its header is not JSON: {reason_of(error)}") from error
     if not isinstance(header, dict):
         raise corrupt("its header is not an object")
     tensors = {name: _entry(name, entry, corrupt) for name, entry in header.items() if name != "__metadata__"}
@@ -78,11 +85,11 @@ def _entry(name: str, entry: Any, corrupt: Any) -> tuple[str, tuple[int, ...]]:
     try:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         sizes = (*shape, start, stop)
-        good = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in sizes)
+        good = isinstance(dtype, str) and all(type(n) is int and 0 <= n < 2**53 for n in sizes)
     except (KeyError, TypeError, ValueError):
         good = False
     if not good:
         raise corrupt(f"tensor {name!r} has no proper dtype, shape and place")
     if dtype in _BITS and math.prod(shape) * _BITS[dtype] != 8 * (stop - start):
-        raise corrupt(f"tensor {name!r} of shape {list(shape)} and dtype {dtype} in {stop - start} bytes")
+        raise corrupt(f"tensor {name!r} of shape {str(list(shape))[:60]} and dtype {dtype} in {stop - start} bytes")
     return dtype, shape

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from masterless.lab.plan.activations import CHECKPOINTING, activation_bytes
-from masterless.lab.plan.peers import ITEMSIZE, PEERS, System, preset_system, state_bytes, weight_bytes
-from masterless.lab.plan.shapes import ROOT, Model, Parameter, PlanError
+from masterless.lab.plan.parameters import ROOT, Model, Parameter, PlanError
+from masterless.lab.plan.systems import ITEMSIZE, PEERS, System, preset_system, state_bytes, weight_bytes
 from masterless.optim.presets import PRESETS, get_preset
-from masterless.tensor.quantize import too_small, why_left
+from masterless.tensor.quantize import too_small, too_thin, why_left
 
 MOST_SHARDS = 65_536
 SPARE = 0.05  # of the memory; the device's context and fragmentation take about as much
@@ -33,7 +33,7 @@ class Settings:
     """What the plan is for.
 
     Attributes:
-        batch: sequences a rank and step.
+        batch: sequences per rank and step.
         seq_len: tokens of a sequence.
         checkpointing: of activations: "none" or "full".
         shards: ranks that share the parameters.
@@ -51,7 +51,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("batch", "seq_len", "shards"):
             if getattr(self, name) < 1:
-                raise PlanError(f"{name}={getattr(self, name)}: must be at least 1")
+                raise PlanError(f"{name}={getattr(self, name)}: must be at least 1; pass a positive number")
+            if getattr(self, name) > 10**9:
+                raise PlanError(f"{name}={getattr(self, name)}: absurdly large; pass a smaller number")
         if self.shards > MOST_SHARDS:
             raise PlanError(f"shards={self.shards}: more than {MOST_SHARDS:,} ranks are not planned for")
         for name, choices in (("checkpointing", CHECKPOINTING), ("dtype", tuple(ITEMSIZE))):
@@ -135,8 +137,8 @@ def make_plan(model: Model, settings: Settings | None = None, presets: Sequence[
 def why_dense(parameter: Parameter, include: Iterable[str] = ()) -> str:
     """Why `quantize_` would leave a parameter alone; empty if it would not."""
     included = any(fnmatchcase(parameter.name, pattern) for pattern in include)
-    default = "" if included else why_left(parameter.name, len(parameter.shape), parameter.layer)
-    return default or too_small(parameter.shape)
+    default = why_left(parameter.name, len(parameter.shape), parameter.layer) or too_thin(parameter.shape)
+    return ("" if included else default) or too_small(parameter.shape)
 
 
 def shard_shape(shape: tuple[int, ...], shards: int, rank: int = 0) -> tuple[int, ...]:
@@ -217,7 +219,7 @@ class Advice:
 
 
 def advise(plan: Plan, memory: int) -> Advice:
-    """The preset with the most bytes a parameter that fits, and if none does, what would make one fit."""
+    """The preset with the most bytes per parameter that fits, and if none does, what would make one fit."""
     names = [row.system.name for row in plan.rows if row.system.ours]
     found = _best(plan, memory)
     tries = [plan.settings]
@@ -265,7 +267,7 @@ def _advice(plan: Plan, row: Row, memory: int, lead: str) -> Advice:
     )
     text = (
         f"{lead} preset {row.system.name}{how}: {row.system.summary}; of the presets that fit it keeps the most bytes "
-        f"a parameter ({row.bytes_per_parameter:.2f}), {gigabytes(total)} of {gigabytes(memory)} GB"
+        f"per parameter ({row.bytes_per_parameter:.2f}), {gigabytes(total)} of {gigabytes(memory)} GB"
     )
     if total > (1 - SPARE) * memory:
         text += f", which leaves only {gigabytes(memory - total)} GB for what is not counted"

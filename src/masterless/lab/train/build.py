@@ -1,21 +1,31 @@
-"""From a resolved configuration to a model, an optimizer, a text and the settings of the loop."""
+"""From a configuration to a run: the one place where text, model and optimizer are put together.
+
+`assemble` makes a model in its formats and its optimizer; `build` reads a `RunConfig` and calls it. Training in one
+process, on several ranks and in comparisons differ in what they do with the result, not in how it is made.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import masterless
 from masterless.insight.memory import measure, predict_optimizer
+from masterless.interop.files import reason_of
 from masterless.lab.models import GPT, GPTConfig
 from masterless.optim import LowBitOptimizer
 from masterless.tensor.quantize import quantize_
+from masterless.tensor.state import joined, load_rounded_
 
 from .config import ConfigError, RunConfig
 from .corpus import Corpus, CorpusError, stdlib_corpus, text_corpus
+from .limits import require_affordable
 from .loop import TrainSettings
+from .run_files import load_weights
+from .tokenizer import load_tokenizer, tokenize, train_tokenizer
 
 # What the decays of the moments are called where it is not `betas`; None: there is no such option.
 _DECAYS: dict[str, tuple[str, str | None]] = {
@@ -25,12 +35,63 @@ _DECAYS: dict[str, tuple[str, str | None]] = {
 }
 
 
+class Built(NamedTuple):
+    """What is needed to train."""
+
+    corpus: Corpus
+    model: GPT
+    optimizer: LowBitOptimizer
+
+
+def build(
+    config: RunConfig, corpus: Corpus, initial: bool = True, spread: Callable[[GPT], object] = lambda model: None
+) -> Built:
+    """The run that a configuration describes.
+
+    `initial` says whether to load the weights of `config.init`: not if a checkpoint is loaded afterwards. `spread` is
+    called with the quantized model before the optimizer is built, to shard it over ranks.
+    """
+    require_affordable(config, corpus.vocab_size)
+    init = Path(config.init) if config.init is not None and initial else None
+
+    def prepare(model: GPT) -> None:
+        if init is not None:
+            load_initial(model, init)
+        spread(model)
+
+    shape = GPTConfig(vocab_size=corpus.vocab_size, **model_options(config))
+    options = {"lr": config.lr, "weight_decay": config.weight_decay, **_optimizer_options(config)}
+    model, optimizer = assemble(shape, config.weights, config.optimizer, options, config.seed, prepare)
+    return Built(corpus, model, optimizer)
+
+
+def assemble(
+    shape: GPTConfig,
+    weights: str | None,
+    optimizer: str,
+    options: Mapping[str, Any],
+    seed: int,
+    prepare: Callable[[GPT], object] = lambda model: None,
+) -> tuple[GPT, LowBitOptimizer]:
+    """A model with the initial weights of the seed, stored in a format, and the optimizer over its parameters.
+
+    `weights` is the format of the inner matrices (None and "fp32" leave the model as it is, "bf16" casts all of it),
+    `optimizer` the name of a class of `masterless` with its `options`; `prepare` is called before that is built.
+    """
+    model = GPT(shape, torch.Generator().manual_seed(seed))
+    if weights == "bf16":
+        model.bfloat16()
+    elif weights not in (None, "fp32"):
+        quantize_(model, weights)
+    prepare(model)
+    kind: Any = getattr(masterless, optimizer)
+    return model, kind(model.named_parameters(), seed=seed, **options)
+
+
 def build_corpus(config: RunConfig, tokenizer_path: Path | None = None) -> Corpus:
     """The text of a run; a tokenizer that was stored is used, else one is trained if the configuration asks for it."""
     corpus = text_corpus(config.data, config.seq_len) if config.data else stdlib_corpus()
     if config.vocab:
-        from .tokenizer import load_tokenizer, tokenize, train_tokenizer
-
         stored = tokenizer_path is not None and tokenizer_path.exists()
         corpus = tokenize(corpus, load_tokenizer(tokenizer_path) if stored else train_tokenizer(corpus, config.vocab))  # type: ignore[arg-type]
     shortest = min(len(corpus.train), len(corpus.validation))
@@ -40,54 +101,32 @@ def build_corpus(config: RunConfig, tokenizer_path: Path | None = None) -> Corpu
     return corpus
 
 
-def build_model(config: RunConfig, vocab_size: int) -> GPT:
-    """The model, dense, with the initial weights of the seed."""
-    shape = GPTConfig(
-        vocab_size=vocab_size,
-        n_layer=config.layers,
-        n_head=config.heads,
-        d_model=config.width,
-        seq_len=config.seq_len,
-        d_ff=config.hidden,
-        n_experts=config.experts,
-        experts_per_token=config.experts_per_token,
-        tie_embeddings=config.tie_embeddings,
-    )
-    return GPT(shape, torch.Generator().manual_seed(config.seed))
-
-
-def quantize_model(model: GPT, config: RunConfig) -> GPT:
-    """Stores the inner matrices in the configuration's format."""
-    if config.weights == "bf16":
-        return model.bfloat16()
-    if config.weights not in (None, "fp32"):
-        quantize_(model, config.weights)
-    return model
-
-
-def build_optimizer(model: GPT, config: RunConfig) -> LowBitOptimizer:
-    """The optimizer over the model's parameters."""
-    kind: Any = getattr(masterless, config.optimizer)
-    options: dict[str, Any] = {
-        "lr": config.lr,
-        "weight_decay": config.weight_decay,
-        "rounding": config.rounding,
-        "weight_rounding": config.weight_rounding,
-        "error_compensation": config.error_compensation,
-        "reset": config.reset,
-        "seed": config.seed,
+def model_options(config: RunConfig) -> dict[str, Any]:
+    """The shape of the model as keyword arguments of `GPTConfig`, but for the vocabulary, which the text decides."""
+    return {
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "d_model": config.width,
+        "seq_len": config.seq_len,
+        "d_ff": config.hidden,
+        "n_experts": config.experts,
+        "experts_per_token": config.experts_per_token,
+        "tie_embeddings": config.tie_embeddings,
     }
+
+
+def _optimizer_options(config: RunConfig) -> dict[str, Any]:
+    kind: Any = getattr(masterless, config.optimizer)
+    names = ("rounding", "weight_rounding", "error_compensation", "reset")
+    options: dict[str, Any] = {name: getattr(config, name) for name in names}
     if kind.first_name:
         options[kind.first_name] = config.exp_avg
     if kind.second_name:
         options[kind.second_name] = config.exp_avg_sq
-    if config.optimizer in _DECAYS:
-        for name, value in zip(_DECAYS[config.optimizer], (config.beta1, config.beta2), strict=True):
-            if name is not None:
-                options[name] = value
-    else:
-        options["betas"] = (config.beta1, config.beta2)
-    return kind(model.named_parameters(), **options)
+    if config.optimizer not in _DECAYS:
+        return {**options, "betas": (config.beta1, config.beta2)}
+    decays = zip(_DECAYS[config.optimizer], (config.beta1, config.beta2), strict=True)
+    return options | {name: value for name, value in decays if name is not None}
 
 
 def build_settings(config: RunConfig) -> TrainSettings:
@@ -112,10 +151,8 @@ def build_settings(config: RunConfig) -> TrainSettings:
 
 def load_initial(model: GPT, path: Path) -> None:
     """Takes the weights of a checkpoint or a state dict; formats are converted."""
-    from .run_files import load_weights
-
-    weights = load_weights(path)
-    own = model.state_dict()
+    weights = joined(load_weights(path))
+    own = model.state_dict(keep_vars=True)
     missing = [name for name in own if name not in weights]
     foreign = [name for name in weights if name not in own]
     different = [name for name in own if name in weights and weights[name].shape != own[name].shape]
@@ -126,7 +163,10 @@ def load_initial(model: GPT, path: Path) -> None:
         raise ConfigError(
             f"{path}: weights of another model, {name} {kind}; match the model's options to the checkpoint"
         )
-    model.load_state_dict(weights)
+    try:
+        load_rounded_(model, weights)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: its weights cannot be used ({reason_of(error)}); pass another --init") from error
 
 
 def is_inner(name: str, p: torch.Tensor) -> bool:

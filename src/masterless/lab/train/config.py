@@ -4,7 +4,6 @@ Contract:
     * Each option is written once, below, with its section, default and help; flags and keys are made from it.
     * Precedence: flags, then the config file, then the preset, then the defaults. `resolve` leaves nothing open: what
       it returns is stored with the run, so a preset that changes later does not change a run that is resumed.
-    * Reading this module imports no torch.
 """
 
 from __future__ import annotations
@@ -13,13 +12,18 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from masterless.interop.files import FileError, read_bytes, reason_of
+from masterless.optim.presets import get_preset
+
 _LR = {"Lion": 3e-4, "SGD": 0.1, "Adafactor": 0.05}  # AdamW's and its relatives' is 2e-3
+MOST_THREADS = max(256, 4 * (os.cpu_count() or 1))
 OPTIMIZERS = ("AdamW", "Adam", "AdaBelief", "Adafactor", "Lion", "RMSprop", "SGD")
 
 
@@ -50,7 +54,7 @@ class RunConfig:
     tie_embeddings: bool = _option(False, "model", "One matrix for embedding and output head.")
     init: str | None = _option(None, "model", "Start from the weights of a run or checkpoint file.", "random weights")
 
-    preset: str = _option("1.8-byte", "formats", "A point on the loss-against-bytes frontier.")
+    preset: str = _option("2-byte", "formats", "A point on the loss-against-bytes frontier.")
     weights: str | None = _option(
         None, "formats", "Format of the inner matrices: fp32, bf16, fp8, int8, int4, ...", "preset"
     )
@@ -119,8 +123,6 @@ def resolve(
     config = RunConfig(**chosen)
     if config.optimizer not in OPTIMIZERS:
         raise ConfigError(f"optimizer={config.optimizer!r}: no such optimizer; choose one of {', '.join(OPTIMIZERS)}")
-    from masterless.optim.presets import get_preset  # imports torch
-
     preset = get_preset(config.preset)
     betas = (0.9, 0.99) if config.optimizer == "Lion" else preset.options["betas"]
     filled: dict[str, Any] = {
@@ -153,12 +155,24 @@ def _check(config: RunConfig) -> None:
         if not condition:
             raise ConfigError(f"{name.replace('_', '-')}={getattr(config, name)}: {reason}")
 
+    for name, field in FIELDS.items():
+        value = getattr(config, name)
+        if type(value) is int:
+            # The seed is a 64-bit number; nothing that counts comes near 2^40.
+            require(value < (2**63 if name == "seed" else 2**40), name, "absurdly large; pass a smaller number")
+        elif type(value) is float:
+            require(not math.isnan(value), name, f"is no number; pass one, or leave it out ({field.metadata['help']})")
+        elif type(value) is str or name == "data":
+            empty = not all(v.strip() for v in value) if name == "data" else not value.strip()
+            require(not empty, name, "an empty name; name a file or value, or leave it out")
     for name in ("steps", "batch", "accumulate", "layers", "width", "heads", "seq_len", "eval_batches", "keep"):
         require(getattr(config, name) >= 1, name, "must be at least 1; pass a positive number")
     for name in ("eval_every", "save_every", "vocab", "clip", "weight_decay", "seed", "warmup", "experts"):
         require(getattr(config, name) >= 0, name, "cannot be negative; pass 0 or more")
     require(
-        config.threads is None or config.threads >= 1, "threads", "must be at least 1; leave it out for torch's own"
+        config.threads is None or 1 <= config.threads <= MOST_THREADS,
+        "threads",
+        f"must lie between 1 and {MOST_THREADS} on this machine; leave it out for torch's own",
     )
     assert config.lr is not None and config.min_lr is not None and config.warmup is not None
     require(math.isfinite(config.lr) and config.lr > 0, "lr", "must be positive and finite; try 0.001")
@@ -208,18 +222,9 @@ def _typed(name: str, value: Any, where: str) -> Any:
     raise ConfigError(f"{where}: {name}={value!r} has the wrong type; write {wanted_name}")
 
 
-def refuse_existing(folder: Path) -> None:
-    """Raises an error if there is anything at this place already."""
-    if folder.is_dir() and not any(folder.iterdir()):
-        return
-    if folder.exists():
-        run = (folder / "config.toml").exists()
-        what = "a run" if run else "something"
-        go_on = f"go on with --resume {folder}, or " if run else ""
-        raise ConfigError(f"{folder}: {what} is there already and is not overwritten; {go_on}choose another --out")
-
-
 # --- TOML -------------------------------------------------------------------------------------------------
+
+_MOST_TOML = 1 << 18  # bytes; a configuration has a few hundred
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -232,11 +237,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         except ModuleNotFoundError:
             raise ConfigError(f"{path}: Python 3.10 cannot read TOML by itself; pip install tomli") from None
     try:
-        parsed = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path") from None
-    except (UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(f"{path}: not valid TOML ({error}); correct it") from None
+        parsed = tomllib.loads(read_bytes(path, _MOST_TOML).decode())
+    except FileError as error:
+        raise ConfigError(str(error)) from None
+    except (ValueError, RecursionError) as error:  # ValueError: also of what is not UTF-8
+        raise ConfigError(f"{path}: not valid TOML ({reason_of(error)}); correct it") from None
     sections = {field.metadata["section"] for field in FIELDS.values()}
     options: dict[str, Any] = {}
     for key, value in parsed.items():

@@ -8,6 +8,7 @@ Contract:
   unchanged by the documents around it. If that would hold out less than 2% or more than 25% of the tokens,
   as it does with a single file, the last 8% of every document is held out instead; `Corpus.description` says
   which.
+* Text must fit into memory: a file that is larger than a quarter of it is refused before it is read.
 * A batch is a pure function of (tokens, seed, step, shape). No global generator is read or advanced, so a
   resumed run sees the batches that the uninterrupted run would have seen.
 """
@@ -27,6 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from masterless.interop.files import FileError, machine_memory, open_regular, read_bytes
+
 END_OF_DOCUMENT = 0
 VALIDATION_SHARE = 0.08
 ACCEPTED_SHARE = (0.02, 0.25)  # outside of it, whole documents make a poor split
@@ -37,7 +40,7 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "te
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
 
-class CorpusError(ValueError):
+class CorpusError(FileError):
     """A text that cannot be trained on: says which, why, and what to do."""
 
     def __init__(self, value: object, reason: str, remedy: str) -> None:
@@ -138,12 +141,13 @@ def text_corpus(paths: StrPath | Iterable[StrPath], seq_len: int = 128) -> Corpu
         seq_len: The sequence length to train with; both sides of the split must hold at least one sequence.
 
     Raises:
-        CorpusError: A file is missing, empty, binary or malformed, or there is too little text.
+        FileError: A file is missing, empty, binary, malformed or too large, or there is too little text.
     """
     chosen = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
     label = ", ".join(map(str, chosen)) if 0 < len(chosen) <= 3 else f"{len(chosen)} paths"
     documents: list[_Document] = []
     seen: set[Path] = set()
+    room = machine_memory() // 4  # the text is held as documents and joined, and a model needs room beside it
     for path in chosen:
         if not path.exists():
             raise CorpusError(path, "no such file or folder", "check the spelling and the working directory")
@@ -155,6 +159,10 @@ def text_corpus(paths: StrPath | Iterable[StrPath], seq_len: int = 128) -> Corpu
             if file.resolve() in seen:
                 continue
             seen.add(file.resolve())
+            room -= file.stat().st_size
+            if room < 0:
+                reason = f"with it there is more text than a quarter of this machine's {machine_memory():,} bytes"
+                raise CorpusError(file, reason, "pass a part of it")
             found = _read(name, file)
             # An empty file in a folder is nobody's mistake (an __init__.py); one that was named directly is.
             if not found and file is path:
@@ -230,9 +238,13 @@ def _walk(root: Path, suffixes: tuple[str, ...], skipped: Iterable[str] = ("__py
     yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _text_document(name: str, content: bytes, source: object) -> _Document:
+def _refuse_binary(content: bytes, source: object) -> None:
     if END_OF_DOCUMENT in content:
         raise CorpusError(source, "binary, it contains NUL bytes", "pass UTF-8 text, or token ids as .npy")
+
+
+def _text_document(name: str, content: bytes, source: object) -> _Document:
+    _refuse_binary(content, source)
     return _Document(name, np.frombuffer(content + bytes([END_OF_DOCUMENT]), dtype=np.uint8))
 
 
@@ -241,10 +253,9 @@ def _read(name: str, path: Path) -> list[_Document]:
     if path.suffix == ".npy":
         array = _read_array(path)
         return [_Document(name, array)] if array.size else []
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise CorpusError(path, f"cannot be read ({error.strerror})", "check its permissions") from error
+    with open_regular(path) as file:
+        _refuse_binary(file.read(1 << 16), path)  # before all of a huge file is read
+    content = read_bytes(path, machine_memory())
     if path.suffix == ".jsonl":
         return list(_read_lines(name, path, content))
     return [_text_document(name, content, path)] if content.strip() else []
@@ -257,8 +268,8 @@ def _read_lines(name: str, path: Path, content: bytes) -> Iterator[_Document]:
         where = f"{path}, line {number}"
         try:
             record = json.loads(line)
-        except ValueError as error:
-            raise CorpusError(where, "not valid JSON", "write one JSON object a line") from error
+        except (ValueError, RecursionError) as error:
+            raise CorpusError(where, "not valid JSON", "write one JSON object per line") from error
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             raise CorpusError(where, 'no "text" field with a string', 'write lines like {"text": "..."}')
         if record["text"].strip():
@@ -267,13 +278,20 @@ def _read_lines(name: str, path: Path, content: bytes) -> Iterator[_Document]:
 
 
 def _read_array(path: Path) -> np.ndarray:
-    try:
-        array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise CorpusError(path, "not a readable .npy array", "write it with numpy.save") from error
-    if not isinstance(array, np.ndarray) or array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
-        raise CorpusError(path, f"array of shape {shape} and type {dtype}", "save a 1-D array of integers")
+    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    with open_regular(path) as file:
+        try:
+            shape, _, dtype = headers[np.lib.format.read_magic(file)](file)
+        except Exception as error:  # the header is a Python literal, and a damaged one raises a dozen kinds
+            raise CorpusError(path, "not a readable .npy array", "write it with numpy.save") from error
+        if len(shape) != 1 or dtype.kind not in "iu":
+            raise CorpusError(path, f"array of shape {shape} and type {dtype}", "save a 1-D array of integers")
+        # What the header says is compared with what there is before room is made for it.
+        there = os.fstat(file.fileno()).st_size - file.tell()
+        if shape[0] * dtype.itemsize != there:
+            reason = f"not a readable .npy array, {shape[0]:,} elements of {dtype} in {there:,} bytes"
+            raise CorpusError(path, reason, "write it with numpy.save")
+        array = np.fromfile(file, dtype)
     if array.dtype == np.uint8 or array.size == 0:
         return array
     low, high = int(array.min()), int(array.max())

@@ -78,17 +78,9 @@ class JsonDisplay(Display):
     def update(self, status: Status) -> None:
         """Prints an object if there was an evaluation."""
         if status.evaluated:
-            record = {
-                "event": "evaluation",
-                "step": status.step,
-                "loss": status.loss,
-                "validation_loss": status.validation_loss,
-                "tokens_per_second": round(status.tokens_per_second, 1),
-                "bytes_per_parameter": status.bytes_per_parameter,
-                "stalled": status.stalled,
-                "seconds_left": round(status.seconds_left, 1),
-            }
-            print(json.dumps(record), flush=True)
+            names = ("step", "loss", "validation_loss", "tokens_per_second", "bytes_per_parameter", "stalled")
+            record = {name: getattr(status, name) for name in names}
+            print(json.dumps({"event": "evaluation", **record, "seconds_left": status.seconds_left}), flush=True)
 
 
 class LiveDisplay(Display):

@@ -4,7 +4,7 @@ Contract:
     * A run is identified by everything that can change its result (model, formats, options, settings, seed), not by
       its label. A result file never holds a run twice, and a run that is already there is not repeated.
     * Lines are appended as runs finish and flushed to disk: a study that is killed goes on where it was.
-    * One thread and one process a run, two runs side by side by default: on a small machine that is the most work an
+    * One thread and one process per run, two runs side by side by default: on a small machine that is the most work per
       hour, and the peak memory of a process is that of one run.
 """
 
@@ -28,15 +28,14 @@ from typing import Any
 import torch
 
 import masterless
+from masterless.interop.files import read_json_lines
 from masterless.lab.models import GPT, GPTConfig
-from masterless.lab.train.build import memory_of
+from masterless.lab.train.build import assemble, memory_of
 from masterless.lab.train.corpus import Corpus, stdlib_corpus, text_corpus
 from masterless.lab.train.loop import TrainSettings, train
-from masterless.lab.train.observe import Stalls, load_rows, peak_memory
+from masterless.lab.train.observe import Stalls, is_number, peak_memory
 from masterless.optim import LowBitOptimizer, NonFiniteGradientError
 from masterless.optim.base import LossyUpdateWarning
-from masterless.tensor.quantize import quantize_
-from masterless.tensor.quantized import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -79,31 +78,31 @@ class Experiment:
 
     def build(self) -> tuple[GPT, LowBitOptimizer, TrainSettings]:
         """The model, its optimizer and the settings of the run."""
-        generator = torch.Generator().manual_seed(self.seed)
-        model = GPT(GPTConfig(**self.model), generator)
-        if self.weights is not None:
-            quantize_(model, self.weights)
         settings = TrainSettings(**self.settings, seed=self.seed)
-        options = {"betas": settings.betas, "seed": self.seed, **self.options}
-        kind: type[LowBitOptimizer] = getattr(masterless, self.optimizer)
-        optimizer = kind(model.named_parameters(), lr=settings.lr, weight_decay=settings.weight_decay, **options)  # type: ignore[call-arg]
+        options = {**settings.optimizer_arguments(), **self.options}
+        model, optimizer = assemble(GPTConfig(**self.model), self.weights, self.optimizer, options, self.seed)
         return model, optimizer, settings
 
 
-def bytes_per_matrix_parameter(model: torch.nn.Module, optimizer: LowBitOptimizer) -> float:
-    """Measured bytes of weights and states, metadata included, per parameter of the inner matrices.
+def load_results(path: Path) -> list[dict[str, Any]]:
+    """The rows of a result file that a table can show: not those that are damaged or of an earlier version."""
+    return [row for row in read_json_lines(path) if _is_result(row)]
 
-    The inner matrices are the ones `quantize_` would choose; embeddings, head and vectors are left out.
-    """
-    total = count = 0
-    for _, p, name in optimizer.parameters():
-        inner = isinstance(p, QuantizedTensor) or (name.startswith("blocks.") and p.dim() >= 2 and "router" not in name)
-        if not inner:
-            continue
-        count += p.numel()
-        total += p.stored_bytes if isinstance(p, QuantizedTensor) else p.numel() * p.itemsize
-        total += sum(v.numel() * v.itemsize for v in optimizer.state[p].values() if torch.is_tensor(v) and v.dim())
-    return total / count
+
+def _is_result(row: dict[str, Any]) -> bool:
+    try:
+        memory = row["memory"]
+        positive = [memory[k] for k in ("measured_per_parameter", "predicted_per_parameter", "inner_parameters")]
+        positive += [row["settings"]["steps"], 1.0 if row["loss"] is None else row["loss"]]
+        numbers = [row["peak_bytes"], row["seed"], *memory["inner_bytes"].values(), *positive]
+        numbers += [] if row["loss"] is None else [row["seconds"]]
+        numbers += [n for key in ("validation", "curve") for pair in row.get(key, []) for n in pair]
+        for sample in row["stalls"]:
+            numbers += [sample["step"], *(n for entry in sample["stalls"].values() for n in entry.values())]
+        named = all(isinstance(row[key], str) for key in ("id", "label"))
+        return named and all(map(is_number, numbers)) and all(n > 0 for n in positive)
+    except (KeyError, TypeError, AttributeError):
+        return False
 
 
 def run(
@@ -136,8 +135,8 @@ def run(
     except NonFiniteGradientError as error:
         row["loss"] = None
         row["diverged"] = str(error).split(".")[0]
-    row["bytes_per_parameter"] = round(bytes_per_matrix_parameter(model, optimizer), 4)
     row["memory"] = memory_of(optimizer)
+    row["bytes_per_parameter"] = round(row["memory"]["measured_per_parameter"], 4)
     row["peak_bytes"] = peak_memory()
     row["stalls"] = sampled
     row["curve"] = curve
@@ -169,7 +168,7 @@ def run_all(
     Raises:
         RuntimeError: a run failed; the ones that had finished are in the file.
     """
-    known = {row["id"] for row in load_rows(path)}
+    known = {row.get("id") for row in read_json_lines(path)}
     todo: dict[str, Experiment] = {}
     for experiment in experiments:
         if experiment.identity not in known:
@@ -227,12 +226,19 @@ def _start(process: Any) -> None:
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         process.start()
         return
-    # A blocked signal stays blocked in the child, and is only delayed here (an ignored one would be lost).
+    # A blocked signal stays blocked in the child, and is only delayed here (an ignored one would be lost). Another
+    # thread may still take it, so that its handler must not end the start half-way either.
+    noted: list[int] = []
+    handlers = {n: signal.signal(n, lambda k, _: noted.append(k)) for n in (signal.SIGINT, signal.SIGTERM)}
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for caught in noted:
+        signal.raise_signal(caught)
 
 
 def _work(experiment: Experiment, messages: Any, threads: int) -> None:

@@ -10,16 +10,17 @@ from typing import Any
 
 from masterless.formats import parse
 from masterless.insight.monitor import Monitor
+from masterless.interop.files import read_json_lines, reason_of
 from masterless.optim import LowBitOptimizer
 
 from .build import is_inner
-from .run_files import CheckpointError, reason_of, remedy_for
+from .run_files import CheckpointError, remedy_for
 
 _SAMPLE = 1 << 14  # elements of a parameter that a sampled step looks at
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one line a step, functions of the step alone, no clock in it.
+    """``metrics.jsonl``: one line per step, functions of the step alone, no clock in it.
 
     Args:
         path: the file; what lies behind `size` is cut off.
@@ -76,16 +77,24 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def load_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines; an unfinished last line (a killed run) is left out."""
-    rows = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-    return rows
+def load_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics; a damaged line, which no report can show, is left out."""
+    return [row for row in read_json_lines(path) if _is_metric(row)]
+
+
+def _is_metric(row: dict[str, Any]) -> bool:
+    stalls = row.get("stalls", {})
+    if type(row.get("step")) is not int or not isinstance(stalls, dict) or not {"loss", "lr"} <= row.keys():
+        return False
+    numbers = [row.get(key, 0.0) for key in ("loss", "lr", "grad_norm", "validation_loss")]
+    for entry in stalls.values():
+        numbers += entry.values() if isinstance(entry, dict) else [entry]
+    return all(isinstance(entry, dict) for entry in stalls.values()) and all(n is None or is_number(n) for n in numbers)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a finite number that a report can show."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 class Stalls:

@@ -9,9 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .config import FIELDS, RunConfig, read_toml
-from .observe import load_rows
-from .run_files import write_atomically
+from .config import FIELDS, RunConfig, read_toml, resolve
+from .observe import load_metrics
+from .run_files import write_text
 from .svg import Series, clip_definition, histogram, legend, line_chart, scatter
 
 ROLES = ("weights", "first moment", "second moment", "gradients")
@@ -70,18 +70,18 @@ svg text.mark{font-size:15px}.figures{grid-template-columns:1fr 1fr}.figures b{f
 
 def write_run_report(folder: Path) -> Path:
     """Writes ``report.html`` of a run from the files in its directory."""
-    config = RunConfig(**read_toml(folder / "config.toml"))
-    rows = load_rows(folder / "metrics.jsonl")
+    config = resolve({}, read_toml(folder / "config.toml"))
+    rows = load_metrics(folder / "metrics.jsonl")
     summary = json.loads((folder / "summary.json").read_text())
     loss = summary["validation_loss"]
     figures = [
         ("validation loss", "-" if loss is None else f"{loss:.4f}"),
-        ("bytes a parameter (fp32 AdamW: 12)", f"{summary['bytes_per_parameter']:.2f}"),
+        ("bytes per parameter (fp32 AdamW: 12)", f"{summary['bytes_per_parameter']:.2f}"),
         ("peak memory of the process", _size(summary["peak_bytes"])),
         ("steps", f"{summary['step']:,} of {summary['steps']:,}"),
     ]
     if summary.get("tokens_per_second"):
-        figures.append(("tokens a second", f"{summary['tokens_per_second']:,.0f}"))
+        figures.append(("tokens per second", f"{summary['tokens_per_second']:,.0f}"))
     if summary.get("stalled") is not None:
         figures.append(("averages stalled, last sample", f"{summary['stalled']:.0%}"))
     cards = [_card("Loss", "Nats per token; validation text is held out.", _loss_chart(rows))]
@@ -112,8 +112,8 @@ def write_comparison_report(
 
     Args:
         folder: where it goes.
-        rows: the result rows of `masterless.lab.train.experiment`, one a run.
-        table: one entry a label, as `masterless.lab.commands.compare` prints them.
+        rows: the result rows of `masterless.lab.train.experiment`, one per run.
+        table: one entry per label, as `masterless.lab.commands.compare` prints them.
         options: the configuration that all runs share.
         text: one line about the text.
     """
@@ -126,9 +126,9 @@ def write_comparison_report(
         _card(
             "Loss against bytes",
             "Lower and further left is better. Bytes of weight and both moments, scales included.",
-            scatter(marks, "bytes a parameter, measured", "validation loss"),
+            scatter(marks, "bytes per parameter, measured", "validation loss"),
         ),
-        _card("Memory", "Bytes a parameter of the inner matrices while they train.", _entry_bars(table)),
+        _card("Memory", "Bytes per parameter of the inner matrices while they train.", _entry_bars(table)),
         _card("Validation loss", "Mean over seeds.", line_chart(curves, "step", "nats per token")),
         _card("The last half", "The same curves, where they differ.", line_chart(late, "step", "nats per token")),
     ]
@@ -158,7 +158,8 @@ def write_comparison_report(
         for e in table
         for cell in (cells(e),)
     )
-    wide = f'<div class="card"><div class="scroll"><table><tr>{head}</tr>{lines}</table></div></div>'
+    scrolled = f'<div class="scroll"><table><tr>{head}</tr>{lines}</table></div>'
+    wide = f'<div class="card">{scrolled}<p>{noise_note(table)}</p></div>'
     seeds = len({row["seed"] for row in rows})
     lead = f"{len(table)} configurations, {seeds} seed{'s' if seeds > 1 else ''} each, on the same text and batches."
     body = (
@@ -167,13 +168,23 @@ def write_comparison_report(
     return _write(folder / "report.html", _page("Comparison", [lead, text], body))
 
 
+NOISE = "another processor or torch build moves the losses of low-bit presets by about 1%"
+
+
+def noise_note(table: Sequence[Mapping[str, Any]]) -> str:
+    """What a reader of the table should know about small differences."""
+    seeds = max(len(e.get("losses", [])) for e in table)
+    spread = f"±: standard deviation over {seeds} seeds" if seeds > 1 else "one seed: no spread is known, try --seeds 2"
+    return f"{spread}; {NOISE}"
+
+
 def cells(entry: Mapping[str, Any]) -> dict[str, str]:
     """One line of a comparison's table as text."""
-    spread = entry.get("loss_spread")
+    spread, noise = entry.get("loss_spread"), entry.get("gap_spread")
     loss = "diverged" if entry["loss"] is None else f"{entry['loss']:.4f}" + (f" ±{spread:.4f}" if spread else "")
     return {
         "loss": loss,
-        "gap": "" if entry["gap"] is None else f"{entry['gap']:+.2%}",
+        "gap": "" if entry["gap"] is None else f"{entry['gap']:+.2%}" + (f" ±{noise:.2%}" if noise else ""),
         "measured": f"{entry['bytes_measured']:.3f}",
         "predicted": "" if entry["bytes_predicted"] is None else f"{entry['bytes_predicted']:.3f}",
         "peak": "" if entry["peak_bytes"] is None else _size(entry["peak_bytes"]),
@@ -194,7 +205,7 @@ def _page(title: str, lead: Sequence[str], body: str) -> str:
 
 
 def _write(path: Path, page: str) -> Path:
-    write_atomically(path, lambda file: file.write(page.encode()))
+    write_text(path, page)
     return path
 
 

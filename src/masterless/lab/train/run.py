@@ -1,10 +1,10 @@
 """A run and its directory: started, interrupted, resumed, finished.
 
 Contract:
-    * Nothing is written before text, model and optimizer have been built: wrong input leaves no trace, nor does a disk
-      without space for the first files.
-    * ``config.toml`` is the resolved configuration, ``metrics.jsonl`` has a line a step, ``checkpoints/`` the last few
-      (`masterless.lab.train.run_files`), ``report.html`` and ``summary.json`` are written when a session ends.
+    * The directory is made first, so that nobody else can, and taken back if text, model and optimizer cannot be built
+      or the disk has no space for the first files: wrong input leaves no trace.
+    * ``config.toml`` is the resolved configuration, ``metrics.jsonl`` has a line per step, ``checkpoints/`` the last
+      few (`masterless.lab.train.run_files`), ``report.html`` and ``summary.json`` are written when a session ends.
     * A run that was interrupted, or killed at any moment, and is resumed ends with the metrics, byte for byte, and the
       weights of the uninterrupted one (same machine, torch version and number of threads).
     * One process writes to a run directory at a time.
@@ -14,52 +14,36 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import masterless
+from masterless.interop.files import FileError, read_json, reason_of
 from masterless.lab.models import GPT
 from masterless.optim import LowBitOptimizer
 
-from .build import (
-    build_corpus,
-    build_model,
-    build_optimizer,
-    load_initial,
-    quantize_model,
-)
-from .config import MODEL_KEYS, ConfigError, RunConfig, read_toml, refuse_existing, resolve, to_toml
+from .build import build, build_corpus
+from .config import MODEL_KEYS, ConfigError, RunConfig, read_toml, resolve, to_toml
 from .corpus import END_OF_DOCUMENT, Corpus
 from .display import Display
-from .run_files import CheckpointError, Checkpoints, origin_of, reason_of, remedy_for, write_atomically
+from .observe import is_number
+from .run_files import (
+    CHECKPOINTS,
+    CONFIG,
+    DISTRIBUTED,
+    TOKENIZER,
+    CheckpointError,
+    Checkpoints,
+    RunFolder,
+    origin_of,
+    remedy_for,
+    write_text,
+)
 from .session import Session
 from .signals import StopFlag
-
-TOKENIZER = "tokenizer.json"
-
-
-class FolderLock:
-    """Holds a run directory for this process until it ends, however it ends."""
-
-    def __init__(self, folder: Path) -> None:
-        self._handle: int | None = None
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            return
-        self._handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{folder}: another process is training here; wait for it or stop it") from None
-
-    def __del__(self) -> None:
-        if self._handle is not None:
-            os.close(self._handle)
 
 
 @dataclasses.dataclass
@@ -89,7 +73,7 @@ class Run:
     seconds: float = 0.0
     metrics_bytes: int = 0
     notes: list[str] = dataclasses.field(default_factory=list)
-    _lock: FolderLock | None = None
+    _held: RunFolder | None = None
 
     @property
     def header(self) -> str:
@@ -107,61 +91,83 @@ class Run:
 
 
 def start(config: RunConfig, folder: Path) -> Run:
-    """Builds a new run and makes its directory."""
-    refuse_existing(folder)
-    config = _set_threads(config)
-    tokenizer = None if config.init is None else _run_folder(Path(config.init), TOKENIZER)
-    corpus, model, optimizer = _build(config, tokenizer)
-    checkpoints = Checkpoints(folder / "checkpoints", config.keep)
-    facts = {"text": corpus.fingerprint, "torch": torch.__version__, "masterless": masterless.__version__}
-    lock = None
+    """Makes the directory of a new run and builds the run."""
+    held = RunFolder.claim(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock(folder)
-        write_atomically(folder / "config.toml", lambda file: file.write(to_toml(config).encode()))
+        config = set_threads(config)
+        tokenizer = None if config.init is None else _run_folder(Path(config.init), TOKENIZER)
+        built = build(config, build_corpus(config, tokenizer))
+        checkpoints = Checkpoints(folder / CHECKPOINTS, config.keep)
+        record_start(folder, config, built.corpus, checkpoints)
+    except BaseException:
+        held.abandon()
+        raise
+    return Run(folder, config, *built, checkpoints, _held=held)
+
+
+def record_start(folder: Path, config: RunConfig, corpus: Corpus, checkpoints: Checkpoints) -> None:
+    """Writes the first files of a run; the configuration last, which makes the directory a run."""
+    try:
         if corpus.tokenizer is not None:
-            write_atomically(folder / TOKENIZER, lambda file: file.write(corpus.tokenizer.to_str().encode()))
-        checkpoints.create(**facts)
+            write_text(folder / TOKENIZER, corpus.tokenizer.to_str())
+        checkpoints.create(**facts_of(corpus))
+        write_text(folder / CONFIG, to_toml(config))
     except (OSError, CheckpointError) as error:
-        if lock is not None:  # what is in the folder is ours: neither a new run nor --resume could use it
-            shutil.rmtree(folder, ignore_errors=True)
         origin = origin_of(error)
         raise CheckpointError(
             f"{folder}: cannot be made ({reason_of(origin)}); {remedy_for(origin, begun=False)}"
         ) from error
-    return Run(folder, config, corpus, model, optimizer, checkpoints, _lock=lock)
 
 
-def resume(folder: Path, from_step: int | None = None) -> Run:
-    """Rebuilds a run where its newest checkpoint, or the one of `from_step`, left it."""
-    if not (folder / "config.toml").is_file():
+def facts_of(corpus: Corpus) -> dict[str, Any]:
+    """What a resumed run is compared with."""
+    return {"text": corpus.fingerprint, "torch": torch.__version__, "masterless": masterless.__version__}
+
+
+def stored_config(folder: Path) -> RunConfig:
+    """The configuration of a run that has begun."""
+    if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder}: not a run directory, it has no config.toml; pass one that masterless train made")
-    config = _set_threads(resolve({}, read_toml(folder / "config.toml")))
-    lock = FolderLock(folder)
-    checkpoints = Checkpoints(folder / "checkpoints", config.keep)
-    checkpoints.open()
-    entry = checkpoints.entry(from_step)
-    content = None if entry is None else checkpoints.load(entry)
-    corpus, model, optimizer = _build(config, folder / TOKENIZER, initial=content is None)
-    if checkpoints.manifest.get("text") != corpus.fingerprint:
+    return resolve({}, read_toml(folder / CONFIG))
+
+
+def compare_facts(folder: Path, then: Mapping[str, Any], corpus: Corpus) -> list[str]:
+    """Refuses another text than the run was begun with; returns notes about lesser differences."""
+    now = facts_of(corpus)
+    if then.get("text") != now["text"]:
         raise ConfigError(
             f"{folder}: the text is not what this run was trained on (it changed, or Python did); restore it, or start "
             f"a new run from these weights with --init {folder}"
         )
-    run = Run(folder, config, corpus, model, optimizer, checkpoints, _lock=lock)
-    then = checkpoints.manifest.get("torch")
-    if then != torch.__version__:
-        run.notes.append(f"begun with torch {then}, now {torch.__version__}: the last bits of the losses may differ")
+    if then.get("torch") == now["torch"]:
+        return []
+    return [f"begun with torch {then.get('torch')}, now {now['torch']}: the last bits of the losses may differ"]
+
+
+def resume(folder: Path, from_step: int | None = None) -> Run:
+    """Rebuilds a run where its newest checkpoint, or the one of `from_step`, left it."""
+    config = set_threads(stored_config(folder))
+    if (folder / DISTRIBUTED).exists():
+        raise ConfigError(f"{folder}: a run of several ranks; resume it with torchrun and --parallel")
+    held = RunFolder.hold(folder)
+    checkpoints = Checkpoints(folder / CHECKPOINTS, config.keep)
+    checkpoints.open()
+    entry = checkpoints.entry(from_step)
+    content = None if entry is None else checkpoints.load(entry)
+    built = build(config, build_corpus(config, folder / TOKENIZER), initial=content is None)
+    run = Run(folder, config, *built, checkpoints, _held=held)
+    run.notes += compare_facts(folder, checkpoints.manifest, built.corpus)
     if entry is not None and content is not None:
         try:
-            model.load_state_dict(content["model"])
-            optimizer.load_state_dict(content["optimizer"])
-        except (KeyError, RuntimeError, ValueError) as error:
+            built.model.load_state_dict(content["model"])
+            built.optimizer.load_state_dict(content["optimizer"])
+            run.seconds = float(content["seconds"])
+        except Exception as error:  # whatever a file of the right checksum may hold
             raise CheckpointError(
-                f"{folder / 'checkpoints' / entry['file']}: does not fit config.toml ({reason_of(error)}); restore the "
+                f"{folder / CHECKPOINTS / entry['file']}: does not fit config.toml ({reason_of(error)}); restore the "
                 f"config.toml that it was made with"
             ) from error
-        run.step, run.seconds, run.metrics_bytes = entry["step"], content["seconds"], entry["metrics_bytes"]
+        run.step, run.metrics_bytes = entry["step"], entry["metrics_bytes"]
     return run
 
 
@@ -177,7 +183,7 @@ def execute(run: Run, display: Display, stop: StopFlag, sample: int = 0, tensorb
         summary.update({k: v for k, v in _earlier_summary(run.folder).items() if summary.get(k, v) is None})
     if sample and status == "finished":
         summary["sample"] = sample_text(run, sample)
-    write_atomically(run.folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=1).encode()))
+    write_text(run.folder / "summary.json", json.dumps(summary, indent=1))
     return summary
 
 
@@ -203,22 +209,17 @@ def _run_folder(path: Path, name: str) -> Path | None:
     return None
 
 
-def _build(config: RunConfig, tokenizer: Path | None, initial: bool = True) -> tuple[Corpus, GPT, LowBitOptimizer]:
-    corpus = build_corpus(config, tokenizer)
-    model = quantize_model(build_model(config, corpus.vocab_size), config)
-    if config.init is not None and initial:
-        load_initial(model, Path(config.init))
-    return corpus, model, build_optimizer(model, config)
-
-
 def _earlier_summary(folder: Path) -> dict[str, Any]:
+    """The measurements of an earlier session, as far as they are numbers."""
     try:
-        return json.loads((folder / "summary.json").read_text())
-    except (OSError, ValueError):
+        found = read_json(folder / "summary.json")
+    except FileError:
         return {}
+    kept = ("tokens_per_second", "stalled", "validation_loss")
+    return {key: found[key] for key in kept if is_number(found.get(key))} if isinstance(found, dict) else {}
 
 
-def _set_threads(config: RunConfig) -> RunConfig:
+def set_threads(config: RunConfig) -> RunConfig:
     """Fixes the number of threads: sums split differently among them round differently."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)

@@ -1,6 +1,8 @@
-"""Checkpoints that are whole or absent.
+"""The files of a run: a directory that one process holds, and checkpoints that are whole or absent.
 
 Contract:
+    * A process removes from a run directory only what it made itself, and only while it holds the directory's lock.
+    * ``config.toml`` is written last: a directory without one, of a start that was killed, may be taken by a new run.
     * A file is written beside its place, synced, and moved there in one operation; then the manifest is, likewise. A
       run that is killed at any moment leaves a manifest that names complete files only.
     * The manifest holds each file's size and SHA-256, and how long ``metrics.jsonl`` was: `load` checks the first two
@@ -12,9 +14,9 @@ Contract:
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,29 +24,33 @@ from typing import IO, Any
 
 import torch
 
-MANIFEST = "manifest.json"
-_UNFINISHED = ".partial"
+from masterless.interop.files import UNFINISHED, FileError, read_json, read_torch, reason_of, replacing, sha256
+
+from .config import ConfigError
+
+CONFIG, MANIFEST, LOCK, TOKENIZER = "config.toml", "manifest.json", ".lock", "tokenizer.json"
+CHECKPOINTS, DISTRIBUTED = "checkpoints", "distributed"  # of one process, of several ranks
+_NAME = re.compile(r"step-\d{8,15}\.pt")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(FileError):
     """A checkpoint that cannot be written or read: says which, why, and what to do."""
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     """Calls `write` with a file that takes the place of `path` when it is complete and on the disk."""
-    beside = path.with_name(path.name + _UNFINISHED)
     try:
-        with beside.open("wb") as file:
+        with replacing(path) as beside, beside.open("wb") as file:
             write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-        _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch.save reports a failed write as either
-        with suppress(OSError):
-            beside.unlink()
         origin = origin_of(error)
         raise CheckpointError(f"{path}: cannot be written ({reason_of(origin)}); {remedy_for(origin)}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """As `write_atomically`, a text."""
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def origin_of(error: BaseException) -> BaseException:
@@ -55,41 +61,102 @@ def origin_of(error: BaseException) -> BaseException:
     return current or error
 
 
-def reason_of(error: BaseException) -> str:
-    """Why something failed, in a few words."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror.lower()
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
 def remedy_for(error: BaseException, begun: bool = True) -> str:
     """What to do about a file that could not be written, of a run that has begun or one that could not begin."""
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "choose a folder you may write to with --out"
-    if number in (errno.ENOTDIR, errno.ENOENT):
+    if number in (errno.ENOTDIR, errno.ENOENT, errno.ENAMETOOLONG):
         return "choose another folder with --out"
     if not begun:
         return "free space on the disk, then start it again"
     return "free space on the disk, then go on with --resume; what was saved before is intact"
 
 
-def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+# --- the directory ------------------------------------------------------------------------------------------------
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+class RunFolder:
+    """A run directory that this process holds until it ends, however it ends: made by `claim` or `hold`."""
+
+    def __init__(self, path: Path, made: list[Path]) -> None:
+        self.path, self._made, self._handle = path, made, None  # type: ignore[var-annotated]
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return
+        lock = path / LOCK
+        self._handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever held it may have removed the file between our opening and locking it.
+            if os.fstat(self._handle).st_ino != os.stat(lock).st_ino:
+                raise BlockingIOError
+        except (BlockingIOError, FileNotFoundError):
+            raise ConfigError(f"{path}: another process is training here; wait for it or stop it") from None
+        for left_over in path.glob(f"*{UNFINISHED}"):  # of a process that was killed: nobody else writes here now
+            left_over.unlink(missing_ok=True)
+
+    @classmethod
+    def hold(cls, path: Path) -> RunFolder:
+        """The directory of a run that has begun."""
+        return cls(path, [])
+
+    @classmethod
+    def claim(cls, path: Path) -> RunFolder:
+        """A directory for a new run: made now, or an empty one, or what a start that was killed left behind."""
+        made: list[Path] = []
+        try:
+            for folder in reversed([f for f in (path, *path.parents) if not f.exists()]):
+                with suppress(FileExistsError):
+                    os.mkdir(folder)  # one process only can have made it
+                    made.insert(0, folder)
+            if path not in made:
+                _refuse_taken(path)
+            claimed = cls(path, made)
+            _refuse_taken(path)  # another may have begun, or even finished, before we had the lock
+            return claimed
+        except OSError as error:
+            _remove_empty(made)
+            raise ConfigError(
+                f"{path}: cannot be made ({reason_of(error)}); {remedy_for(error, begun=False)}"
+            ) from error
+
+    def abandon(self) -> None:
+        """Takes back what `claim` and the start of a run made; a directory that holds anything else stays."""
+        files = [self.path / TOKENIZER, self.path / LOCK]
+        folders = [self.path / CHECKPOINTS, self.path / DISTRIBUTED]
+        for file in [*(folder / MANIFEST for folder in folders), *files]:
+            with suppress(OSError):
+                file.unlink()
+        _remove_empty([*folders, *self._made])
+
+    def __del__(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()  # refuses one that is not empty: nobody's files are lost
+
+
+def _refuse_taken(path: Path) -> None:
+    """Raises an error unless the directory is empty or the remains of a start that was killed."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: something is there already and is not overwritten; choose another --out")
+    known = {LOCK, TOKENIZER, CHECKPOINTS, DISTRIBUTED, MANIFEST}
+    inside = [p for p in (*path.iterdir(), *path.glob(f"{CHECKPOINTS}/*"), *path.glob(f"{DISTRIBUTED}/*"))]
+    names = {p.name for p in inside if not p.name.endswith(UNFINISHED)}
+    if names and not (names <= known and LOCK in names):
+        run = CONFIG in names
+        what = "a run" if run else "something"
+        go_on = f"go on with --resume {path}, or " if run else ""
+        raise ConfigError(f"{path}: {what} is there already and is not overwritten; {go_on}choose another --out")
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
 
 
 class Checkpoints:
@@ -106,7 +173,7 @@ class Checkpoints:
 
     def create(self, **facts: Any) -> None:
         """Makes the folder and an empty manifest that also records `facts`."""
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(exist_ok=True)
         self.manifest = {**facts, "checkpoints": []}
         self._write_manifest()
 
@@ -114,9 +181,14 @@ class Checkpoints:
         """Reads the manifest."""
         path = self.folder / MANIFEST
         try:
-            self.manifest = json.loads(path.read_text())
-            self.manifest["checkpoints"] = list(self.manifest["checkpoints"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            manifest = read_json(path)
+            entries = manifest["checkpoints"]
+            if not all(map(_is_entry, entries)):
+                raise ValueError("an entry is not one of ours")
+            if sorted({e["step"] for e in entries}) != [e["step"] for e in entries]:
+                raise ValueError("its steps are not in order")
+            self.manifest = {**manifest, "checkpoints": list(entries)}
+        except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path}: missing or damaged ({reason_of(error)}), nothing can be resumed; start a new run with --out"
             ) from error
@@ -129,7 +201,7 @@ class Checkpoints:
             "file": path.name,
             "step": step,
             "bytes": path.stat().st_size,
-            "sha256": _digest(path),
+            "sha256": sha256(path),
             "metrics_bytes": metrics_bytes,
         }
         earlier = [e for e in self.manifest["checkpoints"] if e["step"] < step]
@@ -137,8 +209,8 @@ class Checkpoints:
         self._write_manifest()
         named = {e["file"] for e in self.manifest["checkpoints"]}
         for file in self.folder.iterdir():
-            stale = file.suffix == ".pt" and file.name not in named
-            if stale or file.name.endswith(_UNFINISHED):
+            stale = _NAME.fullmatch(file.name) and file.name not in named
+            if stale or file.name.endswith(UNFINISHED):
                 with suppress(OSError):
                     file.unlink()
 
@@ -164,29 +236,25 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{path}: corrupt checkpoint, {size:,} bytes instead of {entry['bytes']:,}; {remedy}"
                 )
-            if _digest(path) != entry["sha256"]:
+            if sha256(path) != entry["sha256"]:
                 raise CheckpointError(f"{path}: corrupt checkpoint, its SHA-256 is not the manifest's; {remedy}")
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({reason_of(error)}); {remedy}") from error
         return read_checkpoint(path)
 
     def _write_manifest(self) -> None:
-        text = json.dumps(self.manifest, indent=1) + "\n"
-        write_atomically(self.folder / MANIFEST, lambda file: file.write(text.encode()))
+        write_text(self.folder / MANIFEST, json.dumps(self.manifest, indent=1) + "\n")
+
+
+def _is_entry(entry: dict[str, Any]) -> bool:
+    numbers = [entry[key] for key in ("step", "bytes", "metrics_bytes")]
+    good = all(type(n) is int and 0 <= n < 2**53 for n in numbers)
+    return good and bool(_NAME.fullmatch(entry["file"]) and _SHA256.fullmatch(entry["sha256"]))
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """What is in a file written by torch.save, without running any code that it might hold."""
-    import masterless.tensor.quantized  # noqa: F401 - registers the quantized parameter as safe to load
-
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; check the spelling and the working directory") from None
-    except Exception as error:  # damaged archives raise a dozen kinds
-        raise CheckpointError(
-            f"{path}: corrupt, or not a checkpoint ({type(error).__name__}); pass one that torch.save wrote"
-        ) from error
+    content = read_torch(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds a {type(content).__name__}; pass a checkpoint or a state dict")
     return content
@@ -195,11 +263,16 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def load_weights(path: Path) -> dict[str, Any]:
     """The model's state dict in a run directory, a checkpoint or a plain state dict file."""
     if path.is_dir():
-        checkpoints = Checkpoints(path / "checkpoints")
+        checkpoints = Checkpoints(path / CHECKPOINTS)
         checkpoints.open()
         entry = checkpoints.entry()
         if entry is None:
             raise CheckpointError(f"{path}: this run has saved no checkpoint yet; resume it first")
-        return checkpoints.load(entry)["model"]
-    content = read_checkpoint(path)
-    return content["model"] if isinstance(content.get("model"), dict) else content
+        content = checkpoints.load(entry)
+    else:
+        content = read_checkpoint(path)
+    weights = content["model"] if isinstance(content.get("model"), dict) else content
+    odd = [name for name, value in weights.items() if not (isinstance(name, str) and isinstance(value, torch.Tensor))]
+    if odd:
+        raise CheckpointError(f"{path}: its entry {str(odd[0])[:60]!r} is no tensor; pass a checkpoint or a state dict")
+    return weights

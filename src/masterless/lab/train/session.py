@@ -19,7 +19,7 @@ from masterless.optim.backward import step_in_backward
 from .build import build_settings, memory_of
 from .display import Display, Speed, Status
 from .loop import StepReport, train
-from .observe import MetricsFile, Stalls, load_rows, peak_memory, stalled_share
+from .observe import MetricsFile, Stalls, load_metrics, peak_memory, stalled_share
 from .signals import StopFlag
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Session:
         self._settings = build_settings(run.config)
         self._writer = _summary_writer(run.folder / "tensorboard", run.step) if tensorboard else None
         self._metrics = MetricsFile(run.folder / "metrics.jsonl", run.metrics_bytes)
-        earlier = load_rows(run.folder / "metrics.jsonl")
+        earlier = load_metrics(run.folder / "metrics.jsonl")
         evaluations = (row["validation_loss"] for row in reversed(earlier) if row.get("validation_loss") is not None)
         self._validation: float | None = next(evaluations, None)
         self._stalled = next((stalled_share(row["stalls"]) for row in reversed(earlier) if "stalls" in row), None)

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from masterless.interop.files import FileError, read_bytes, reason_of
+
 from .corpus import END_OF_DOCUMENT, Corpus, CorpusError
 
 _END = "<end>"
@@ -54,7 +56,12 @@ def train_tokenizer(corpus: Corpus, vocab: int) -> Any:
 
 def load_tokenizer(path: Path) -> Any:
     """A tokenizer that a run stored."""
-    return _library().Tokenizer.from_file(str(path))
+    try:
+        return _library().Tokenizer.from_buffer(read_bytes(path, 1 << 28))
+    except FileError:
+        raise
+    except Exception as error:  # the library raises a bare Exception
+        raise CorpusError(path, f"not a tokenizer ({reason_of(error)})", "restore it") from error
 
 
 def tokenize(corpus: Corpus, tokenizer: Any) -> Corpus:
@@ -62,7 +69,7 @@ def tokenize(corpus: Corpus, tokenizer: Any) -> Corpus:
     vocab = tokenizer.get_vocab_size()
     sides = [_encode(side, tokenizer) for side in (corpus.train, corpus.validation)]
     per_token = len(corpus.train) / max(1, len(sides[0]))
-    description = f"{corpus.description}, BPE of {vocab:,} tokens ({per_token:.2f} bytes a token)"
+    description = f"{corpus.description}, BPE of {vocab:,} tokens ({per_token:.2f} bytes per token)"
     return dataclasses.replace(
         corpus,
         train=sides[0],

@@ -3,13 +3,13 @@
 Peers, and where the numbers are from:
 
     torch AdamW     mixed precision as usually counted: bf16 weights and gradients, an fp32 master copy, fp32 m and v.
-                    16 bytes a parameter, 2 of them gradients; fp32 gradients would make it 18.
-    bitsandbytes    AdamW8bit: bf16 weights and gradients, no master; a code of 8 bits and an fp32 absmax a block of 256
-                    for m and v each; tensors of fewer than 4096 elements keep fp32 states.
-    torchao         AdamW4bit: bf16 weights and gradients, no master; a code of 4 bits, an fp32 scale a block of 128 and
-                    a table of 16 fp32 levels for m and v each; tensors (under FSDP: local shards) of fewer than 4096
+                    16 bytes per parameter, 2 of them gradients; fp32 gradients would make it 18.
+    bitsandbytes    AdamW8bit: bf16 weights and gradients, no master; a code of 8 bits and an fp32 absmax per block of
+                    256 for m and v each; tensors of fewer than 4096 elements keep fp32 states.
+    torchao         AdamW4bit: bf16 weights and gradients, no master; a code of 4 bits, an fp32 scale per block of 128
+                    and a table of 16 fp32 levels for m and v each; tensors (under FSDP: shards) of fewer than 4096
                     elements, or not of whole blocks, keep states of their own dtype.
-    ECO             as published: FP8 weights with a scale a row in the linear layers of the blocks (with experts: in
+    ECO             as published: FP8 weights with a scale per row in the linear layers of the blocks (with experts: in
                     those only), fp32 elsewhere, fp32 m and v; gradients counted in bf16.
 """
 
@@ -23,7 +23,7 @@ from functools import cache
 from masterless.formats import Format, parse
 from masterless.formats.storage import predicted_bytes, tensor_specs
 from masterless.insight.memory import stored_formats
-from masterless.lab.plan.shapes import Parameter
+from masterless.lab.plan.parameters import Parameter
 from masterless.optim.presets import PRESETS
 from masterless.tensor.quantized import as_weight
 
@@ -40,7 +40,7 @@ class PeerState:
         smallest: tensors of fewer elements are not quantized.
         whole_blocks: whether tensors that are not made of whole blocks are not quantized either.
         table: bytes that every tensor adds.
-        plain: bytes an element where it is not quantized.
+        plain: bytes per element where it is not quantized.
     """
 
     bits: int

@@ -10,7 +10,6 @@ Contract:
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -18,8 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from masterless.interop.files import read_json
 from masterless.lab.plan.architectures import ARCHITECTURES, CONFIG_KEYS, Architecture, Module, is_moe_layer, symbols
-from masterless.lab.plan.headers import read_headers, safetensors_files
+from masterless.lab.plan.headers import FLOATS, read_headers, safetensors_files
 
 MOST_LAYERS = 10_000
 ROOT = -1  # the unit of what is in no layer
@@ -103,6 +103,8 @@ class Model:
 
 def load_model(path: str | Path) -> Model:
     """The model behind a ``config.json``, a safetensors file or index, or a directory of either."""
+    if not str(path).strip():
+        raise PlanError("'': an empty name; give a config.json, a safetensors file or a directory with either")
     path = Path(path)
     if not path.exists():
         raise PlanError(
@@ -127,10 +129,7 @@ def load_model(path: str | Path) -> Model:
 
 def read_config(path: Path) -> dict[str, Any]:
     """The dictionary in a config file."""
-    try:
-        config = json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise PlanError(f"{path}: is not JSON ({error}); give a Hugging Face config.json") from error
+    config = read_json(path)
     if not isinstance(config, dict):
         raise PlanError(f"{path}: holds a {type(config).__name__}, not an object; give a Hugging Face config.json")
     return config
@@ -145,7 +144,7 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
         raise PlanError(f"{name}: a {kind} config that {error}") from error
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
-        raise PlanError(f"{name}: a {kind} config with mlp_only_layers={dense!r}; write a list of layer numbers")
+        raise PlanError(f"{name}: a {kind} config with mlp_only_layers={str(dense)[:60]}; write a list of numbers")
     if s["layers"] > MOST_LAYERS:
         raise PlanError(f"{name}: a {kind} config of {s['layers']:,} layers; more than {MOST_LAYERS:,} are no model")
     moe = [is_moe_layer(i, s, frozenset(dense)) for i in range(s["layers"])]
@@ -190,7 +189,7 @@ def _architecture(config: Mapping[str, Any], name: str) -> tuple[str, Architectu
         notes = ("language model only: the config also describes a vision or audio tower, which is not counted",)
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise PlanError(
-            f"{name}: unknown architecture model_type={kind!r}; known: {', '.join(ARCHITECTURES)}; "
+            f"{name}: unknown architecture model_type={str(kind)[:60]!r}; known: {', '.join(ARCHITECTURES)}; "
             f"for any other model give its safetensors files"
         )
     return kind, ARCHITECTURES[kind], nested if isinstance(nested, Mapping) else config, notes
@@ -237,7 +236,7 @@ def _model_of_files(path: Path, files: list[Path]) -> Model:
     entries: dict[tuple[str, tuple[int, ...]], Parameter] = {}
     left: list[str] = []
     for name, (dtype, shape) in read_headers(files).items():
-        if not dtype.startswith(("F", "BF")) or _BUFFERS.search(name) or 0 in shape:
+        if dtype not in FLOATS or _BUFFERS.search(name) or 0 in shape:
             left.append(name)
             continue
         pattern = _EXPERT.sub(".experts.*.", name)

@@ -11,14 +11,15 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
-from masterless.lab.bench.entries import ADAMW, Entry, Unavailable
+from masterless.lab.bench.entries import ADAMW, Entry
+from masterless.lab.bench.step_time import StepTimes
 
 PACKAGES = {
     "bitsandbytes": "bitsandbytes",
@@ -28,6 +29,10 @@ PACKAGES = {
     "optimi": "torch-optimi",
 }
 _LR = 1e-4
+
+
+class Unavailable(RuntimeError):
+    """An entry that cannot be measured here, with the reason."""
 
 
 @contextlib.contextmanager
@@ -62,7 +67,21 @@ def versions() -> dict[str, str]:
     return {package: version for package, version in found.items() if version}
 
 
-def prepare(threads: int) -> None:
+def measure(times: StepTimes, entries: Sequence[Entry], threads: int, tell: Callable[[str], None]) -> None:
+    """Measures these entries as guests of ours; one that is missing or fails keeps its row, with the reason."""
+    _compile_anew(threads)
+    for entry in entries:
+        tell(entry.name)
+        try:
+            with quiet():
+                times.add_guest(entry)
+        except Unavailable as error:
+            times.add_failed(entry, str(error))
+        except Exception as error:  # a peer that fails is a result too
+            times.add_failed(entry, f"fails here: {describe_error(error)}")
+
+
+def _compile_anew(threads: int) -> None:
     """Makes libraries that compile their step (torchao) compile it for this number of threads."""
     if "torch._inductor.config" in sys.modules or "torchao" in sys.modules:
         torch._dynamo.reset()
@@ -116,7 +135,7 @@ def _entry(name: str, make: Any, low_bit: bool = True) -> Entry:
     return Entry(name, ADAMW, make, low_bit=low_bit, peer=True)
 
 
-PEERS = [
+ENTRIES = [
     _entry("optimi AdamW, fp32", _peer("optimi", lambda m, p: m.AdamW(p, _LR)), low_bit=False),
     _entry("bitsandbytes AdamW8bit", _peer("bitsandbytes.optim", lambda m, p: m.AdamW8bit(p, _LR))),
     _entry("torchao AdamWFp8", _peer("torchao.optim", lambda m, p: m.AdamWFp8(p, _LR))),

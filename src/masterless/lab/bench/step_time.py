@@ -6,9 +6,8 @@ Contract:
       bandwidth of a large in-place addition measured in the same run, as a ratio to the same baseline.
     * Bytes are those of the live tensors (`footprint`).
     * Steps of a few milliseconds are repeated until they have taken some time: their noise is larger.
-    * Other libraries are measured one after the other, each taking turns with all of ours and the baselines, and
-      repeated until a budget of seconds is spent, twice at least. One that is missing or fails keeps its row, with the
-      reason.
+    * Guests (other libraries, see ``benchmarks/``) are measured one after the other, each taking turns with all of ours
+      and the baselines, and repeated until a budget of seconds is spent, twice at least.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from masterless.lab.bench import peers
-from masterless.lab.bench.entries import Entry, Gradients, Unavailable, build
+from masterless.lab.bench.entries import Entry, Gradients, build
 from masterless.lab.bench.footprint import fallback_note, resident_bytes
-from masterless.lab.bench.shapes import Shape
+from masterless.lab.bench.tensor_sizes import Shape
 
 WARM_UP = 3
 LEAST_SECONDS = 0.3
-PEER_SECONDS = 10.0
-PEER_REPEATS = 2  # at least
+GUEST_SECONDS = 10.0
+GUEST_REPEATS = 2  # at least
 
 
 @dataclass(frozen=True)
@@ -91,43 +89,60 @@ class _Measured:
         self.best, self.repeats, self.spent = min(self.best, took), self.repeats + 1, self.spent + took
 
 
-def measure(
-    size: str,
-    shapes: Sequence[Shape],
-    entries: Sequence[Entry],
-    threads: int,
-    repeats: int,
-    report: Callable[[str], None] = lambda what: None,
-) -> list[Row]:
+class StepTimes:
     """Every entry on one set of tensors; `entries` must hold the baselines too. `report` is told what comes next."""
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    peers.prepare(threads)
-    gradients = Gradients(shapes)
-    parameters = sum(map(math.prod, shapes))
-    done: dict[str, _Measured] = {}
-    failed: dict[str, str] = {}
-    for entry in (e for e in entries if not e.peer):
-        report(entry.name)
-        done[entry.name] = _Measured(entry, gradients, WARM_UP)
-    turns = list(done.values())
-    while turns and (turns[0].repeats < repeats or turns[0].spent < LEAST_SECONDS):
-        report(f"repeat {turns[0].repeats + 1}")
-        for one in turns:
-            one.step()
-    for entry in (e for e in entries if e.peer):
-        report(entry.name)
-        try:
-            done[entry.name] = _measure_peer(entry, gradients, turns, repeats)
-        except Unavailable as error:
-            failed[entry.name] = str(error)
-    bandwidth = memory_bandwidth(max(repeats, 3), 1 << 26 if parameters > 1 << 20 else 1 << 20)
 
-    def row(entry: Entry) -> Row:
-        what = Row(size, parameters, len(shapes), threads, entry.name, entry.baseline, entry.peer)
-        if entry.name in failed:
-            return replace(what, note=failed[entry.name])
-        one, baseline = done[entry.name], done[entry.baseline]
+    def __init__(
+        self,
+        size: str,
+        shapes: Sequence[Shape],
+        entries: Sequence[Entry],
+        threads: int,
+        repeats: int,
+        report: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        self._size, self._shapes, self._threads, self._repeats = size, shapes, threads, repeats
+        self._gradients = Gradients(shapes)
+        self._done: dict[str, _Measured] = {}
+        self._entries, self._failed = list(entries), {}  # type: ignore[var-annotated]
+        for entry in entries:
+            report(entry.name)
+            self._done[entry.name] = _Measured(entry, self._gradients, WARM_UP)
+        self._turns = turns = list(self._done.values())
+        while turns and (turns[0].repeats < repeats or turns[0].spent < LEAST_SECONDS):
+            report(f"repeat {turns[0].repeats + 1}")
+            for one in turns:
+                one.step()
+
+    def add_guest(self, entry: Entry) -> None:
+        """Measures an entry that takes turns with those that are there; its own errors are raised."""
+        one = _Measured(entry, self._gradients, warm_up=1)
+        while one.repeats < GUEST_REPEATS or (one.repeats < self._repeats and one.spent < GUEST_SECONDS):
+            for other in self._turns:
+                other.step()
+            one.step()
+        del one.optimizer
+        self._entries.append(entry)
+        self._done[entry.name] = one
+
+    def add_failed(self, entry: Entry, reason: str) -> None:
+        """Gives an entry that could not be measured a row with the reason."""
+        self._entries.append(entry)
+        self._failed[entry.name] = reason
+
+    def rows(self) -> list[Row]:
+        """One row per entry, in the order in which they came."""
+        parameters = sum(map(math.prod, self._shapes))
+        bandwidth = memory_bandwidth(max(self._repeats, 3), 1 << 26 if parameters > 1 << 20 else 1 << 20)
+        return [self._row(entry, parameters, bandwidth) for entry in self._entries]
+
+    def _row(self, entry: Entry, parameters: int, bandwidth: float) -> Row:
+        what = Row(self._size, parameters, len(self._shapes), self._threads, entry.name, entry.baseline, entry.peer)
+        if entry.name in self._failed:
+            return replace(what, note=self._failed[entry.name])
+        one, baseline = self._done[entry.name], self._done[entry.baseline]
         moved = one.grad + 2 * one.resident
         return replace(
             what,
@@ -139,21 +154,3 @@ def measure(
             repeats=one.repeats,
             note=one.note,
         )
-
-    return [row(entry) for entry in entries]
-
-
-def _measure_peer(entry: Entry, gradients: Gradients, turns: Sequence[_Measured], repeats: int) -> _Measured:
-    try:
-        with peers.quiet():
-            one = _Measured(entry, gradients, warm_up=1)
-    except Unavailable:
-        raise
-    except Exception as error:  # a peer that fails is a result too
-        raise Unavailable(f"fails here: {peers.describe_error(error)}") from error
-    while one.repeats < PEER_REPEATS or (one.repeats < repeats and one.spent < PEER_SECONDS):
-        for other in turns:
-            other.step()
-        one.step()
-    del one.optimizer
-    return one

@@ -1,0 +1,236 @@
+"""One run: a byte-level GPT trained by the library's AdamW, one thread, the same arithmetic for every recipe.
+
+Contract (`recipe.REGIME` names it):
+    * Warm-up over a tenth of the steps (72 at least, a fifth at most), then linear or cosine to zero;
+      weight decay 0.1; gradients clipped to norm 1.
+    * The forward and backward pass run on a dense, compiled twin of the model. After each step the twin takes over what
+      the stored weights decode to, and its gradients are handed to the stored weights: what the library's own
+      forward pass computes, but compiled once for all recipes and with one path through the matrix library.
+    * A run that is killed goes on from its last checkpoint, to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import masterless as ml
+from masterless.lab.models import GPT
+
+from .recipe import SEQ_LEN, Job, Setting
+from .texts import CACHE, Text, load
+
+WARMUP, LEAST_WARMUP, MOST_WARMUP = 0.1, 72, 0.2
+WEIGHT_DECAY = 0.1
+CLIP = 1.0
+EVAL_BATCH = 64
+CHECKPOINT_SECONDS = 120.0
+
+
+def lr_factor(step: int, steps: int, schedule: str) -> float:
+    """The learning rate of a step as a share of its peak."""
+    warmup = max(1, round(max(WARMUP * steps, min(LEAST_WARMUP, MOST_WARMUP * steps))))
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step + 1 - warmup) / (steps + 1 - warmup)
+    return 0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else 1 - done
+
+
+@dataclass
+class Twin:
+    """A dense model of one shape with its compiled loss; lives as long as its process and serves many runs."""
+
+    model: GPT
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+    @classmethod
+    def of(cls, setting: Setting, compiled: bool) -> Twin:
+        """A twin for this setting's shape."""
+        model = GPT(setting.model)
+
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            return model(x, y)[1]  # type: ignore[return-value]
+
+        return cls(model, torch.compile(loss, dynamic=False) if compiled else loss)
+
+    @torch.no_grad()
+    def take(self, stored: nn.Module) -> None:
+        """Takes over what the stored weights decode to."""
+        for own, p in zip(self.model.parameters(), stored.parameters(), strict=True):
+            dense = p.detach()
+            own.copy_(dense.dequantize() if isinstance(dense, ml.QuantizedTensor) else dense)
+
+    def give(self, stored: nn.Module) -> None:
+        """Hands the gradients over to the stored weights."""
+        for own, p in zip(self.model.parameters(), stored.parameters(), strict=True):
+            p.grad, own.grad = own.grad, None
+
+
+_TWINS: dict[tuple[Any, ...], Twin] = {}
+
+
+def twin_for(setting: Setting, compiled: bool) -> Twin:
+    """The twin of this process for a shape."""
+    key = (setting.size, setting.batch_tokens, compiled)
+    if key not in _TWINS:
+        _TWINS[key] = Twin.of(setting, compiled)
+    return _TWINS[key]
+
+
+@torch.no_grad()
+def evaluate(twin: Twin, text: Text, windows: int | None = None) -> float:
+    """Mean loss on the held-out windows."""
+    batches = text.validation_batches(EVAL_BATCH, windows) if windows else text.validation_batches(EVAL_BATCH)
+    total = sum(float(twin.loss(x, y)) * len(x) for x, y in batches)
+    return total / sum(len(x) for x, _ in batches)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Baselines that lose what rounding drops are meant here; the library warns of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def train(
+    job: Job,
+    *,
+    compiled: bool = True,
+    checkpoints: Path | None = CACHE,
+    progress: Callable[[int, int], None] | None = None,
+    windows: int | None = None,
+) -> dict[str, Any]:
+    """Runs a job.
+
+    Args:
+        job: the run.
+        compiled: compile the twin (slow to start, then 1.3 to 1.7 times as fast).
+        checkpoints: folder for the state of a long run; None keeps none.
+        progress: called with the step and the number of steps.
+        windows: validation windows, if fewer than all.
+
+    Returns:
+        The row: the job's description and key, validation loss (None: diverged), tokens a second, and so on.
+    """
+    with _quietly():
+        run = _Run(job, compiled, checkpoints)
+        return run.go(progress, windows)
+
+
+class _Run:
+    """A run under way."""
+
+    def __init__(self, job: Job, compiled: bool, checkpoints: Path | None) -> None:
+        self.job, self.setting = job, job.setting
+        self.twin = twin_for(job.setting, compiled)
+        self.text = load(job.setting.corpus)
+        self.model = GPT(job.setting.model, torch.Generator().manual_seed(job.seed))
+        if job.recipe.weights is not None:
+            ml.quantize_(self.model, job.recipe.weights)
+        self.optimizer = ml.AdamW(
+            self.model.named_parameters(),
+            lr=job.lr,
+            weight_decay=WEIGHT_DECAY,
+            seed=job.seed if job.dither is None else job.dither,
+            **dict(job.recipe.options),
+        )
+        self.path = None if checkpoints is None else checkpoints / f"{job.key}.pt"
+        self.step, self.seconds, self.train_loss = 0, 0.0, 0.0
+        self.curve: list[float] = []  # training loss, the mean of each twentieth of the run
+
+    def go(self, progress: Callable[[int, int], None] | None, windows: int | None) -> dict[str, Any]:
+        self._resume()
+        first, began, cpu = self.step, time.perf_counter(), time.process_time()
+        loss: float | None = None
+        try:
+            self._train(progress)
+            self.twin.take(self.model)
+            loss = evaluate(self.twin, self.text, windows)
+        except ml.NonFiniteGradientError:
+            pass
+        seconds = self.seconds + time.perf_counter() - began
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+        tokens = (self.step - first) * self.setting.batch_tokens
+        return {
+            "key": self.job.key,
+            "label": self.job.recipe.label,
+            **self.job.described(),
+            "loss": loss if loss is not None and math.isfinite(loss) else None,
+            "steps": self.setting.steps,
+            "bytes_per_parameter": round(self.job.recipe.bytes_per_parameter, 4),
+            "text": self.text.fingerprint,
+            "seconds": round(seconds, 1),
+            # A second of the processor, not of the clock: others use this machine, too.
+            "tokens_per_second": round(tokens / max(1e-9, time.process_time() - cpu)),
+            "curve": [round(x, 4) for x in self.curve],
+            "version": ml.__version__,
+            "torch": torch.__version__,
+        }
+
+    def _train(self, progress: Callable[[int, int], None] | None) -> None:
+        setting, steps = self.setting, self.setting.steps
+        batch = self.text.order(
+            self.job.seed if self.job.order is None else self.job.order, setting.batch_tokens // SEQ_LEN
+        )
+        part = max(1, steps // 20)
+        parameters = list(self.twin.model.parameters())
+        self.twin.take(self.model)
+        saved = began = time.perf_counter()
+        while self.step < steps:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.job.lr * lr_factor(self.step, steps, setting.schedule)
+            loss = self.twin.loss(*batch(self.step))
+            loss.backward()
+            if not math.isfinite(value := float(loss)):
+                raise ml.NonFiniteGradientError("the loss is not finite")
+            nn.utils.clip_grad_norm_(parameters, CLIP)
+            self.twin.give(self.model)
+            self.optimizer.step()
+            self.twin.take(self.model)
+            self.step += 1
+            self.train_loss += value / part
+            if self.step % part == 0:
+                self.curve.append(self.train_loss)
+                self.train_loss = 0.0
+            if progress is not None and self.step % 20 == 0:
+                progress(self.step, steps)
+            now = time.perf_counter()
+            if self.path is not None and now - saved > CHECKPOINT_SECONDS:
+                self._save(self.seconds + now - began)
+                saved = now
+
+    def _save(self, seconds: float) -> None:
+        assert self.path is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "seconds": seconds,
+            "curve": self.curve,
+            "train_loss": self.train_loss,
+        }
+        unfinished = self.path.with_suffix(f".{os.getpid()}")
+        torch.save(state, unfinished)
+        unfinished.replace(self.path)
+
+    def _resume(self) -> None:
+        if self.path is None or not self.path.exists():
+            return
+        state = torch.load(self.path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.curve, self.train_loss = state["curve"], state["train_loss"]
