@@ -166,7 +166,8 @@ class CpuBackend:
         """The records side by side."""
         starts = np.cumsum([0, *(len(part.tasks) for part in prepared)])
         return Prepared(
-            np.concatenate([part.records for part in prepared]),
+            # As bytes: of records numpy would make a layout of its own.
+            np.concatenate([part.records.view(np.uint8) for part in prepared]).view(interface().task),
             [task for part in prepared for task in part.tasks],
             [i + int(start) for part, start in zip(prepared, starts, strict=False) for i in part.shared],
             [codes for part in prepared for codes in part.codes],
