@@ -118,6 +118,23 @@ def candidates() -> list[Recipe]:
     ]
 
 
+def late_int4() -> list[Recipe]:
+    """The forward pass sees an INT8 grid first and INT4 for the last share of the steps only.
+
+    A published law puts the best share at exp(-6.73 / ln S), S = tokens per parameter / (bits / 8): 16% at 20 tokens.
+    """
+    rows = [
+        recipe("int4+4, int4 m .9, log4 v", "int4+4", "int4", "log4"),
+        recipe("int4+4, int4 m .9, factored v", "int4+4", "int4", "factored"),
+        recipe("int4+32", "int4+32"),
+    ]
+    return [
+        replace(r, label=f"{r.label}, INT4 for the last {100 * share:.0f}%", coarse_from=1 - share)
+        for r in rows
+        for share in (0.16, 0.4)
+    ]
+
+
 def presets() -> list[Recipe]:
     """The presets as they are."""
     chosen = [p for p in ml.PRESETS.values() if p.name not in ("fp32", "states-8bit")]
@@ -147,10 +164,12 @@ def cells() -> list[Cell]:
     middle: Options = {"sweep": (0,), "seeds": range(4)}
     found = [Cell("noise", r, SMALL, extra=extra) for r, extra in pairs]
     found += _grid("candidates", deciding, (SMALL,), **SMALL_SEEDS)
+    found += _grid("late int4", late_int4()[:4], (SMALL,), **SMALL_SEEDS)
     found += _grid("candidates", deciding, (MIDDLE,), **middle)
     found += _grid("weights", [*forward_formats()[:3], *dropped()[:3], *injected()[:4]], (SMALL,), **SMALL_SEEDS)
     found += _grid("moments", [*first_moments(), *second_moments(), *log_moments()], (SMALL,), **SMALL_SEEDS)
     found += _grid("candidates", deciding, (MIDDLE,), sweep=(0,), seeds=range(8))
+    found += _grid("late int4", late_int4(), (SMALL, MIDDLE), **middle)
     found += _grid("fp32", [full(b) for b in BETAS], (SMALL, MIDDLE), **middle)
     found += _grid("large", deciding, (LARGE,), sweep=(0,), seeds=(0, 1))
     found += _grid("long", deciding, (SMALL_LONG,), **middle)
