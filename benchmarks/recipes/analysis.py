@@ -159,12 +159,13 @@ def summarise(cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Summary]:
     """All cells that have rows, with gaps and errors, in the order of the cells."""
     rows = of_one_text(rows)
     settings: dict[str, list[tuple[Cell, Summary]]] = {}
-    seen = set()
+    widest: dict[tuple[str, str, str], Cell] = {}  # a cell may be asked for again with more seeds
     for cell in cells:
-        if (name := (cell.group, cell.setting.name, cell.recipe.label)) in seen:
-            continue
+        name = (cell.group, cell.setting.name, cell.recipe.label)
+        if name not in widest or len(widest[name].seeds) < len(cell.seeds):
+            widest[name] = replace(cell, sweep=widest[name].sweep if name in widest else cell.sweep)
+    for cell in widest.values():
         if (summary := describe(cell, rows)) is not None:
-            seen.add(name)
             settings.setdefault(summary.setting, []).append((cell, summary))
     return [summary for found in settings.values() for summary in _with_gaps(found)]
 
