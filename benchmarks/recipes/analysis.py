@@ -222,15 +222,19 @@ def _gap(summary: Summary) -> str:
 
 
 def markdown(summaries: Sequence[Summary]) -> str:
-    """Tables, one a setting and group; an unfinished row is marked with a star."""
-    lines: list[str] = []
-    title = None
-    for s in sorted(summaries, key=lambda s: (s.setting, s.group)):
-        if (s.setting, s.group) != title:
-            title = (s.setting, s.group)
-            lines += ["", f"### {s.setting}: {s.group}", ""]
-            lines += ["| recipe | bytes/param | best lr | loss | seeds | gap to fp32 | own error | gap to INT4 QAT |"]
-            lines += ["|---|---|---|---|---|---|---|---|"]
+    """Tables, one a setting and group."""
+    groups: dict[tuple[str, str], list[Summary]] = {}
+    for s in summaries:
+        groups.setdefault((s.setting, s.group), []).append(s)
+    parts = [f"### {setting}: {group}\n\n{table(own)}" for (setting, group), own in sorted(groups.items())]
+    return "\n\n".join(parts)
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """One table; an unfinished row is marked with a star."""
+    lines = ["| recipe | bytes/param | best lr | loss | seeds | gap to fp32 | own error | gap to INT4 QAT |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for s in summaries:
         finite = [x for x in s.losses.values() if x is not None]
         cells = [
             s.label + ("" if s.complete else " *"),
@@ -243,7 +247,7 @@ def markdown(summaries: Sequence[Summary]) -> str:
             _number(s.qat_gap, "+.2f"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines).strip()
+    return "\n".join(lines)
 
 
 def noise(cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Noise]:
