@@ -213,7 +213,8 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _gap(summary: Summary) -> str:
+def gap_text(summary: Summary) -> str:
+    """A gap with its error."""
     if None in summary.losses.values():
         return "diverged"
     if summary.gap is None:
@@ -242,7 +243,7 @@ def table(summaries: Sequence[Summary]) -> str:
             f"{s.lr:g}",
             _number(statistics.mean(finite) if finite else None, ".4f"),
             str(len(s.losses)),
-            _gap(s),
+            gap_text(s),
             _number(s.own_error, ".2f"),
             _number(s.qat_gap, "+.2f"),
         ]
