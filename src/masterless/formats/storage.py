@@ -31,6 +31,7 @@ from masterless.formats.packing import row_bytes
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 _REMEDY = "it belongs to another tensor, or somebody has replaced, cast or resized it"
+_SLAB = 1 << 17  # elements that are encoded at a time: their intermediate results stay in the cache
 
 
 def _listing(names: Iterable[str]) -> str:
@@ -212,11 +213,17 @@ class Storage:
             raise ValueError(f"cannot store a tensor of shape {tuple(x.shape)} in storage of shape {self.shape}")
         if x.numel() == 0 or self.format.kind == "none":
             return self
-        values = x.detach().to(torch.float32).reshape(self.layout.rows, self.layout.cols)
+        values = x.detach().reshape(self.layout.rows, self.layout.cols)
         if self.format.kind == "factored":
             self._factorize(values)
-        else:
-            self.write(0, self.layout.rows, codec.encode(values, self.format, u, rounding=rounding))
+            return self
+        whole = self.format.granularity == "tensor" and self.format.scaled
+        step = self.layout.rows if whole else max(1, _SLAB // max(1, self.layout.cols))
+        for start in range(0, self.layout.rows, step):  # rows are independent: nothing as large as the tensor is made
+            slab = slice(start, min(start + step, self.layout.rows))
+            dither = None if u is None else u.view(self.layout.rows, -1)[slab]
+            parts = codec.encode(values[slab].to(torch.float32), self.format, dither, rounding=rounding)
+            self.write(slab.start, slab.stop, parts)
         return self
 
     def _factorize(self, values: Tensor) -> None:
