@@ -22,6 +22,7 @@ from masterless.optim.presets import PRESETS, prepare
 from masterless.step import staleness
 from masterless.tensor.build import build_quantized
 from masterless.tensor.calibrate import calibrate_
+from masterless.tensor.head import linear_cross_entropy
 from masterless.tensor.quantize import dequantize_, quantize_
 from masterless.tensor.quantized import QuantizedTensor
 
@@ -51,6 +52,7 @@ __all__ = [
     "calibrate_",
     "dequantize_",
     "export",
+    "linear_cross_entropy",
     "memory",
     "parse_format",
     "prepare",

@@ -196,6 +196,13 @@ class Storage:
         for name, part in parts.items():
             target[name].copy_(part)
 
+    def cut(self, start: int, stop: int) -> Storage:
+        """Slices ``start ... stop - 1`` of dimension 0, as views of the stored bytes."""
+        shape = (stop - start, *self.shape[1:])
+        specs = tensor_specs(self.format, shape)
+        tensors = {name: tensor[start:stop].view(specs[name][0]) for name, tensor in self.tensors.items()}
+        return Storage(self.format, shape, tensors)
+
     def decode(self, visible: bool = False) -> Tensor:
         """The values, fp32, in the tensor's shape; `visible` leaves hidden bits out."""
         if math.prod(self.shape) == 0:
