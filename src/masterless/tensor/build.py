@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from masterless.formats import Format
 from masterless.formats.storage import Storage
-from masterless.tensor.pieces import piece
 from masterless.tensor.quantize import (
     AFTER_QUANTIZING,
     Decision,
@@ -53,6 +53,7 @@ def build_quantized(
     include: Sequence[Selector] = (),
     exclude: Sequence[Selector] = (),
     rules: Mapping[str, str | Format | None] | None = None,
+    vocabulary: str | Format | None = None,
     dtype: torch.dtype | None = None,
     initialise: bool = True,
 ) -> tuple[nn.Module, QuantizationReport]:
@@ -61,10 +62,11 @@ def build_quantized(
     Args:
         make: builds the model, on the CPU; called twice. A generator of its own must be made inside:
             ``lambda: GPT(config, torch.Generator().manual_seed(0))``; torch's default one can be seeded before.
-        format: as in `quantize_`, like the next three.
+        format: as in `quantize_`, like the next four.
         include: also these.
         exclude: never these.
         rules: formats by pattern, before everything else.
+        vocabulary: format of embeddings and output heads.
         dtype: converts the model, as ``.to(dtype)`` before quantizing would: bfloat16 for bf16 computation.
         initialise: False leaves the parameters zero, for weights that are loaded (`interop.shards.load_dense`).
 
@@ -80,7 +82,7 @@ def build_quantized(
     survey = _Construction(None, None, values=False)
     with torch.random.fork_rng(devices=[]), survey:
         plan = make()
-    select = Selection(plan, format, include=include, exclude=exclude, rules=rules)
+    select = Selection(plan, format, include=include, exclude=exclude, rules=rules, vocabulary=vocabulary)
     report = QuantizationReport()
     formats: dict[int, Format | None] = {}
     seen: dict[int, str] = {}
@@ -239,16 +241,23 @@ class _Construction(TorchDispatchMode):
 
 
 def encoded(dense: Tensor, format: Format, dtype: torch.dtype | None) -> QuantizedTensor:
-    """A tensor converted to a dtype and quantized; the converted one is made in slabs where it can be."""
-    dtype = dtype or dense.dtype
-    if dtype == dense.dtype or (format.scaled and format.granularity == "tensor") or not len(dense):
-        return QuantizedTensor.from_dense(dense.to(dtype), format)
-    require_finite(dense)
-    result = QuantizedTensor(Storage.zeros(format, dense.shape, dense.device), dtype)
-    rows = max(1, (1 << 20) * len(dense) // dense.numel())
-    for start in range(0, len(dense), rows):
-        piece(result, start, min(start + rows, len(dense))).stored.encode_(dense[start : start + rows].to(dtype))
+    """A tensor converted to a dtype and quantized."""
+    result = QuantizedTensor(Storage.zeros(format, dense.shape, dense.device), dtype or dense.dtype)
+    encode_converted_(result, dense)
     return result
+
+
+def encode_converted_(target: QuantizedTensor, dense: Tensor) -> None:
+    """Overwrites a quantized tensor with a dense one converted to its dtype, without making that as a whole."""
+    require_finite(dense)
+    if target.dtype == dense.dtype or target.format.granularity == "tensor":
+        target.encode_(dense.to(target.dtype))
+        return
+    rows = max(1, (1 << 20) * len(dense) // max(1, dense.numel()))
+    for start in range(0, len(dense), rows):
+        stop = min(start + rows, len(dense))
+        target.stored.cut(start, stop).encode_(dense[start:stop].to(target.dtype))
+    increment_version([target, target.stored.tensors["codes"]])
 
 
 def _is_large(tensor: Any) -> bool:
