@@ -32,6 +32,7 @@ from masterless.formats.packing import row_bytes
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 _REMEDY = "it belongs to another tensor, or somebody has replaced, cast or resized it"
+_SLAB = 1 << 17  # elements that are encoded at a time: their intermediate results stay in the cache
 
 
 def _listing(names: Iterable[str]) -> str:
@@ -196,6 +197,13 @@ class Storage:
         for name, part in parts.items():
             target[name].copy_(part)
 
+    def cut(self, start: int, stop: int) -> Storage:
+        """Slices ``start ... stop - 1`` of dimension 0, as views of the stored bytes."""
+        shape = (stop - start, *self.shape[1:])
+        specs = tensor_specs(self.format, shape)
+        tensors = {name: tensor[start:stop].view(specs[name][0]) for name, tensor in self.tensors.items()}
+        return Storage(self.format, shape, tensors)
+
     def decode(self, visible: bool = False) -> Tensor:
         """The values, fp32, in the tensor's shape; `visible` leaves hidden bits out."""
         if math.prod(self.shape) == 0:
@@ -214,11 +222,17 @@ class Storage:
             raise ValueError(f"cannot store a tensor of shape {tuple(x.shape)} in storage of shape {self.shape}")
         if x.numel() == 0 or self.format.kind == "none":
             return self
-        values = x.detach().to(torch.float32).reshape(self.layout.rows, self.layout.cols)
+        values = x.detach().reshape(self.layout.rows, self.layout.cols)
         if self.format.kind == "factored":
             self._factorize(values)
-        else:
-            self.write(0, self.layout.rows, codec.encode(values, self.format, u, rounding=rounding))
+            return self
+        whole = self.format.granularity == "tensor" and self.format.scaled
+        step = self.layout.rows if whole else max(1, _SLAB // max(1, self.layout.cols))
+        for start in range(0, self.layout.rows, step):  # rows are independent: nothing as large as the tensor is made
+            slab = slice(start, min(start + step, self.layout.rows))
+            dither = None if u is None else u.view(self.layout.rows, -1)[slab]
+            parts = codec.encode(values[slab].to(torch.float32), self.format, dither, rounding=rounding)
+            self.write(slab.start, slab.stop, parts)
         return self
 
     def _factorize(self, values: Tensor) -> None:

@@ -85,11 +85,11 @@ class StepPlan:
         if not members:
             return []
         batch = self._current(optimizer, members, grads)
-        turn = _turn(optimizer, batch, members, grads)
+        turn = turn_of(optimizer, batch, members, grads)
         afterwards = [
             resets.before_step(optimizer, group, p, name) for group, p, name in members if group["reset"] is not None
         ]
-        outcome = _perform(batch, turn)
+        outcome = perform(batch, turn)
         self.moved = outcome.moved
         bad = [(members[i], int(outcome.bad[i])) for i in np.flatnonzero(outcome.bad).tolist()]
         if not outcome.moved:
@@ -133,7 +133,7 @@ class StepPlan:
                 known = self.entries[id(member[1])] = _entry(optimizer, member, grad)
             entries.append(known)
         kept = all(entry.fingerprint is not None for entry in entries)
-        self.batch = _batch(entries, _fingerprint(optimizer, members, grads) if kept else None, members, optimizer)
+        self.batch = batch_of(entries, _fingerprint(optimizer, members, grads) if kept else None, members, optimizer)
         return self.batch
 
     def _with_gradients(
@@ -246,7 +246,7 @@ def _entry(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> Entry:
     """Describes one parameter's step; here its storages are validated."""
     group, p, name = member
     try:
-        task, original = _task(optimizer, member, grad)
+        task, original = task_of(optimizer, member, grad)
         backend = dispatch.backend_of(task, group["backend"])
         prepared = backend.prepare([task])
     except StorageError as error:
@@ -264,8 +264,10 @@ def counter_of(state: dict[str, Any]) -> Any:
     return memoryview(state["step"].numpy().reshape(1))
 
 
-def _task(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> tuple[Task, Tensor | None]:
-    """One parameter's task; of a weight that is not contiguous over a copy, with the weight."""
+def task_of(
+    optimizer: LowBitOptimizer, member: Member, grad: Tensor, rows: tuple[int, int] | None = None
+) -> tuple[Task, Tensor | None]:
+    """One parameter's task, or that of some of its rows; of a weight that is not contiguous over a copy, with it."""
     group, p, name = member
     local, states, weight, original = local_of(p), optimizer.state_storage(p, group), weight_storage(p), None
     compensated = optimizer.compensates(p, group)
@@ -275,6 +277,10 @@ def _task(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> tuple[Tas
         if not values.is_contiguous():
             original, values = values, values.contiguous()
         weight = Storage(PLAIN[p.dtype], tuple(local.shape), {"values": values})
+    where: dict[str, Any] = {} if local is p else _place(p)
+    if rows is not None:
+        weight, where = weight.cut(*rows), {"first_row": rows[0] * weight.layout.rows_per_slice}
+        states = {key: state.cut(*rows) for key, state in states.items()}
     states_rounding = group["rounding"]
     rounding = {
         "weight": group["weight_rounding"],
@@ -294,7 +300,7 @@ def _task(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> tuple[Tas
         keys=dict.fromkeys(PURPOSES, 0),
         inject=compensated,
         maximize=group["maximize"],
-        **({} if local is p else _place(p)),
+        **where,
     )
     return task, original
 
@@ -305,9 +311,10 @@ def _place(p: Tensor) -> dict[str, Any]:
     return Place.of(p).task_fields(p.device)
 
 
-def _batch(
+def batch_of(
     entries: list[Entry], fingerprint: list[Any] | None, members: Sequence[Member], optimizer: LowBitOptimizer
 ) -> Batch:
+    """Entries put together for their backends."""
     by_backend: dict[int, tuple[dispatch.Backend, list[int]]] = {}
     for i, entry in enumerate(entries):
         by_backend.setdefault(id(entry.backend), (entry.backend, []))[1].append(i)
@@ -323,7 +330,7 @@ def _batch(
 # --- one step ---------------------------------------------------------------------------------------------------
 
 
-def _turn(
+def turn_of(
     optimizer: LowBitOptimizer, batch: Batch, members: Sequence[Member], grads: Sequence[Tensor]
 ) -> dispatch.Turn:
     """The numbers of the coming step: parameters of one group, rule and age share their scalars."""
@@ -359,7 +366,7 @@ def _scale_policy(group: dict[str, Any], scalars: Scalars) -> str:
     return FROZEN if scalars.step_size == 0.0 and scalars.decay == 1.0 else group["scale_policy"]
 
 
-def _perform(batch: Batch, turn: dispatch.Turn) -> dispatch.Outcome:
+def perform(batch: Batch, turn: dispatch.Turn) -> dispatch.Outcome:
     """Lets every backend step its part, unless a gradient that must be finite is not: then nobody moves."""
     sharded = [entry.task.sharded for entry in batch.entries]
     if len(batch.parts) == 1 and not any(sharded):
