@@ -26,7 +26,7 @@ $(HF): $(STAMP) constraints.txt
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[hf]'
 	touch $@
 
-test: lint $(HF)           ## linters, then every test, those against Hugging Face's packages and Lightning included
+test: lint $(HF) $(PEERS)  ## linters, then every test, those against Hugging Face's packages and Lightning included
 	$(BIN)/python -m pytest
 
 $(PEERS): benchmarks/peers.txt | setup
