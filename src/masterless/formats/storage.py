@@ -206,8 +206,13 @@ class Storage:
         parts = self.slab(0, self.layout.rows)
         return codec.decode(parts, self.layout.cols, self.format, visible).view(self.shape)
 
-    def encode_(self, x: Tensor, u: Tensor | None = None, *, rounding: str = "stochastic") -> Storage:
-        """Stores the values of `x`, with new scales; rounds to nearest, or stochastically with dither `u`."""
+    def encode_(
+        self, x: Tensor, u: Tensor | None = None, *, rounding: str = "stochastic", scale: Tensor | None = None
+    ) -> Storage:
+        """Stores the values of `x`, with new scales or those given; rounds to nearest, or with dither `u`.
+
+        A given `scale` is fp32, ``[rows, blocks]``, of values that the format stores exactly.
+        """
         if tuple(x.shape) != self.shape:
             raise ValueError(f"cannot store a tensor of shape {tuple(x.shape)} in storage of shape {self.shape}")
         if x.numel() == 0 or self.format.kind == "none":
@@ -216,7 +221,7 @@ class Storage:
         if self.format.kind == "factored":
             self._factorize(values)
         else:
-            self.write(0, self.layout.rows, codec.encode(values, self.format, u, rounding=rounding))
+            self.write(0, self.layout.rows, codec.encode(values, self.format, u, rounding=rounding, scale=scale))
         return self
 
     def _factorize(self, values: Tensor) -> None:
