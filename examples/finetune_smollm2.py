@@ -101,9 +101,9 @@ def main() -> None:
     parser.add_argument("--gradient-checkpointing", action="store_true", help="no activation outlives its layer")
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--beta1", type=float, help="another momentum than the preset's")
-    parser.add_argument("--steps", type=int, default=32, help="0 only evaluates")
+    parser.add_argument("--steps", type=int, default=32, help="0 to see the start only")
     parser.add_argument("--tokens", type=int, default=128, help="per step, one sequence")
-    parser.add_argument("--no-evaluation", action="store_true", help="only train: for memory and time")
+    parser.add_argument("--evaluate", default="both", choices=["both", "start", "end", "none"])
     parser.add_argument("--seed", type=int, default=0, help="of the order of the text and of stochastic rounding")
     parser.add_argument("--root", type=Path, default=Path("runs/smollm2"), help="where models are kept")
     arguments = parser.parse_args()
@@ -111,9 +111,10 @@ def main() -> None:
     preset = ml.PRESETS[arguments.preset]
     model = load(arguments.root, arguments.weights or preset.weights, arguments.calibrate)
     held_out, _, train = sequences(base_folder(arguments.root))
-    held_out = held_out[: 0 if arguments.no_evaluation else len(held_out)]
-    result = {"start": evaluate(model, held_out)}
-    print(f"loss {result['start']:.4f} at the start", flush=True)
+    result = {}
+    if arguments.evaluate in ("both", "start"):
+        result["start"] = evaluate(model, held_out)
+        print(f"loss {result['start']:.4f} at the start", flush=True)
 
     options = dict(preset.options)
     if arguments.beta1 is not None:
@@ -137,7 +138,8 @@ def main() -> None:
         if step % 10 == 0:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
     seconds = (time.process_time() - begin) / max(1, arguments.steps)
-    result["loss"] = evaluate(model, held_out)
+    if arguments.evaluate in ("both", "end"):
+        result["loss"] = evaluate(model, held_out)
     result |= {"seconds": round(seconds, 3), "peak": peak_bytes()}
     result["stored"] = sum(p.nbytes for p in model.parameters()) + optimizer.state_bytes()
     print(json.dumps(result))
