@@ -38,7 +38,7 @@ docs: $(DOCS)              ## the documentation as a site that works offline: bu
 dist: setup                ## sdist and wheel, each installed into an environment of its own and tried there
 	$(BIN)/python tools/check_dist.py
 
-test: lint $(HF) $(DOCS)   ## linters, then every test, those against Hugging Face's packages and Lightning included
+test: lint $(HF) $(DOCS) $(PEERS)  ## linters, then every test, those against Hugging Face's packages and Lightning included
 	$(BIN)/python -m pytest
 
 $(PEERS): benchmarks/peers.txt | setup

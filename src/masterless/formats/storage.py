@@ -216,8 +216,13 @@ class Storage:
         return codec.decode(parts, self.layout.cols, self.format, visible).view(self.shape)
 
     @exact_arithmetic()
-    def encode_(self, x: Tensor, u: Tensor | None = None, *, rounding: str = "stochastic") -> Storage:
-        """Stores the values of `x`, with new scales; rounds to nearest, or stochastically with dither `u`."""
+    def encode_(
+        self, x: Tensor, u: Tensor | None = None, *, rounding: str = "stochastic", scale: Tensor | None = None
+    ) -> Storage:
+        """Stores the values of `x`, with new scales or those given; rounds to nearest, or with dither `u`.
+
+        A given `scale` is fp32, ``[rows, blocks]``, of values that the format stores exactly.
+        """
         if tuple(x.shape) != self.shape:
             raise ValueError(f"cannot store a tensor of shape {tuple(x.shape)} in storage of shape {self.shape}")
         if x.numel() == 0 or self.format.kind == "none":
@@ -231,7 +236,9 @@ class Storage:
         for start in range(0, self.layout.rows, step):  # rows are independent: nothing as large as the tensor is made
             slab = slice(start, min(start + step, self.layout.rows))
             dither = None if u is None else u.view(self.layout.rows, -1)[slab]
-            parts = codec.encode(values[slab].to(torch.float32), self.format, dither, rounding=rounding)
+            given = scale if scale is None or whole else scale[slab]
+            slab_values = values[slab].to(torch.float32)
+            parts = codec.encode(slab_values, self.format, dither, rounding=rounding, scale=given)
             self.write(slab.start, slab.stop, parts)
         return self
 
