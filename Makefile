@@ -5,12 +5,13 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEERS  := $(VENV)/.peers
 HF     := $(VENV)/.hf
+GPU    := $(VENV)/.gpu
 SOURCES := $(wildcard csrc/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: setup demo test lint bench study clean help
+.PHONY: setup demo test lint bench study gpu-check clean help
 
 help:                      ## list the commands
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 $(STAMP): $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,8 +27,15 @@ $(HF): $(STAMP) constraints.txt
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[hf]'
 	touch $@
 
-test: lint $(HF)           ## linters, then every test, those against Hugging Face's packages and Lightning included
+$(GPU): $(STAMP) constraints.txt
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[gpu]'
+	touch $@
+
+test: lint $(HF) $(GPU)    ## linters, then every test, those against Hugging Face's packages, Lightning and Triton included
 	$(BIN)/python -m pytest
+
+gpu-check: $(GPU)          ## the GPU kernels in Triton's interpreter over many more random cases (about half an hour)
+	$(BIN)/python tests/triton_worker.py sweep 60
 
 $(PEERS): benchmarks/peers.txt | setup
 	-$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r $<   # a missing peer is reported, not fatal
