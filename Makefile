@@ -6,9 +6,10 @@ STAMP  := $(VENV)/.installed
 PEERS  := $(VENV)/.peers
 HF     := $(VENV)/.hf
 GPU    := $(VENV)/.gpu
+DOCS   := $(VENV)/.docs
 SOURCES := $(wildcard csrc/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: setup demo test lint bench study gpu-check clean help
+.PHONY: setup demo test lint bench study docs dist gpu-check clean help
 
 help:                      ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -31,7 +32,18 @@ $(GPU): $(STAMP) constraints.txt
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[gpu]'
 	touch $@
 
-test: lint $(HF) $(GPU)    ## linters, then every test, those against Hugging Face's packages, Lightning and Triton included
+$(DOCS): $(STAMP) constraints.txt
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[docs]'
+	touch $@
+
+docs: $(DOCS)              ## the documentation as a site that works offline: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open build/site/index.html"
+
+dist: setup                ## sdist and wheel, each installed into an environment of its own and tried there
+	$(BIN)/python tools/check_dist.py
+
+test: lint $(HF) $(GPU) $(DOCS)   ## linters, then every test, also those against Hugging Face's packages and Triton
 	$(BIN)/python -m pytest
 
 gpu-check: $(GPU)          ## the GPU kernels in Triton's interpreter over many more random cases (about half an hour)

@@ -27,6 +27,10 @@ import staleness_study
 import study
 import tasks_study
 from jobs import load
+from recipes import analysis
+from recipes.groups import cells as recipe_cells
+from recipes.store import RESULTS as RECIPES
+from recipes.store import Store
 
 from masterless.lab.bench import report
 from masterless.optim.presets import PRESETS
@@ -102,6 +106,24 @@ for _size in ("gpt2", "odd", "moe", "short", "tiny"):
     )
 TABLES["bench-forward"] = _bench(lambda document: report.markdown(report.forward_table(document)), "forward")
 TABLES["bench-growth"] = _bench(lambda document: report.markdown(report.growth_table(document)), "growth")
+
+
+def _recipes(setting: str, group: str) -> Callable[[], str]:
+    """A table of the study of recipes, the gap to fp32 first."""
+
+    def build() -> str:
+        rows = Store(RECIPES).rows()
+        found = [s for s in analysis.summarise(recipe_cells(), rows) if (s.setting, s.group) == (setting, group)]
+        return analysis.table(found) if found else "(not run yet)"
+
+    return build
+
+
+for _setting in ("37k@20", "150k@20", "600k@20", "37k@100", "150k@100"):
+    for _group in ("candidates", "weights", "moments", "late int4", "fp32", "presets", "eco", "large", "long", "muon"):
+        name = f"recipes-{_setting.replace('@', '-')}-{_group.replace(' ', '-')}"
+        TABLES[name] = _recipes(_setting, _group)
+TABLES["recipes-noise"] = lambda: analysis.noise_table(recipe_cells(), Store(RECIPES).rows())
 
 
 def pages() -> list[Path]:

@@ -33,11 +33,14 @@ class Recipe:
         label: what tables call it.
         weights: format of the inner matrices; None leaves them dense.
         options: arguments of `ml.AdamW`, besides lr and weight decay.
+        coarse_from: share of the steps after which the forward pass sees the visible code only; before, it sees hidden
+            bits as well.
     """
 
     label: str
     weights: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    coarse_from: float = 0.0
 
     @property
     def beta1(self) -> float:
@@ -151,6 +154,7 @@ class Job:
             "weights": self.recipe.weights,
             "options": dict(self.recipe.options),
             "spec": self.recipe.spec,
+            **({"coarse_from": self.recipe.coarse_from} if self.recipe.coarse_from else {}),
             "regime": REGIME,
             **asdict(self.setting),
             "lr": self.lr,

@@ -5,7 +5,8 @@ Contract:
     * Only integer arithmetic on float bits, comparisons, and correctly rounded add, subtract, multiply, divide
       are used: any implementation that keeps the order of operations agrees to the bit.
     * **Scaled formats**: scale = absmax / max_level, rounded *up* to its stored kind, so that nothing is
-      clipped; numbers are normalised by the scale as stored: ``t = x / scale``, ``value = level * scale``.
+      clipped (the dynamic maps end at -0.55 ... -0.99, so negative numbers count for more in their absmax); numbers
+      are normalised by the scale as stored: ``t = x / scale``, ``value = level * scale``.
       ``level * scale`` is exact for linear and floating formats: a decoded number encodes to the very same code
       under the same scale, with either rounding. (For the dynamic maps, whose levels are decimal fractions, that
       holds for nearest rounding, and for stochastic rounding in all but the two most extreme dithers of 65536.)
@@ -82,16 +83,22 @@ def round_scale_up(scale: Tensor, format: Format) -> Tensor:
     return torch.minimum(rounded, bits_float((float_bits(limit) - 1) & ~low).to(scale.device))
 
 
-def block_absmax(x: Tensor, format: Format) -> Tensor:
-    """The largest magnitude of every block: ``[rows, blocks]`` (``[1, 1]`` for one scale per tensor)."""
+def block_peak(x: Tensor, format: Format) -> Tensor:
+    """The largest magnitude of every block: ``[rows, blocks]`` (``[1, 1]`` for one scale per tensor).
+
+    A negative number counts for more where the levels do not reach as far on that side.
+    """
+    magnitude = x.abs()
+    if format.negative_factor != 1.0:
+        magnitude = torch.where(x < 0, magnitude * format.negative_factor, magnitude)
     if format.granularity == "tensor":
-        return x.abs().amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
-    return _by_block(lambda blocks: blocks.abs().amax(-1), x, format)
+        return magnitude.amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
+    return _by_block(lambda blocks: blocks.amax(-1), magnitude, format)
 
 
 def scale_for(absmax: Tensor, format: Format) -> Tensor:
     """The stored scale (fp32 values) of blocks with this absmax; zero only for blocks of zeros."""
-    scale = absmax / format.max_level
+    scale = absmax / absmax.new_tensor(format.max_level)  # dividing by a number is another operation on a GPU
     smallest = bits_float(torch.ones_like(scale, dtype=torch.int64))
     return round_scale_up(torch.where((absmax > 0) & (scale == 0), smallest, scale), format)
 
@@ -153,7 +160,7 @@ def _level_table(format: Format) -> Tensor:
 
 def _encode_scaled(x: Tensor, format: Format, u: Tensor | None, scale: Tensor | None) -> Parts:
     if scale is None:
-        scale = scale_for(block_absmax(x, format), format)
+        scale = scale_for(block_peak(x, format), format)
     divisor = _spread(torch.where(scale > 0, scale, 1.0), x.shape[1], format)
     t = x / divisor
     codes = (_linear_codes if format.kind == "linear" else _codebook_codes)(t, format, u)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from masterless.formats.codec import block_absmax, round_scale_up, scale_for
+from masterless.formats.codec import block_peak, round_scale_up, scale_for
 from masterless.formats.format import Format
 
 POLICIES = ("held", "recompute")
@@ -33,7 +33,7 @@ def next_scale(format: Format, policy: str, target: Tensor, held: Tensor | None)
     """The scales under which the weights `target` ``[rows, cols]`` are stored (fp32; None: plain format)."""
     if not format.scaled:
         return None
-    return scale_from_absmax(format, policy, block_absmax(target, format), held)
+    return scale_from_absmax(format, policy, block_peak(target, format), held)
 
 
 def scale_from_absmax(format: Format, policy: str, absmax: Tensor, held: Tensor | None) -> Tensor:

@@ -286,7 +286,7 @@ def _task(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> tuple[Tas
         rule=optimizer.rule(group, compensated),
         scalars=Scalars(),
         group=group,
-        grad=grad,
+        grad=grad.new_empty(0),  # its dtype and device; a description that kept the gradient would keep its memory
         weight=weight,
         first=states.get(optimizer.first_name) if optimizer.first_name else None,
         second=states.get(optimizer.second_name) if optimizer.second_name else None,

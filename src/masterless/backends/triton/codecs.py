@@ -20,9 +20,9 @@ from masterless.backends.triton.numbers import (
     float_bits,
     fresh_scale,
     from_bits,
-    magnitude_bits,
     nearest_whole,
     threshold,
+    weighed_bits,
     widened,
 )
 from masterless.backends.triton.tiles import (
@@ -88,7 +88,7 @@ def store_scale(s, scale, geometry, allowed, cols, CODEC: tl.constexpr, STEP: tl
 @triton.jit
 def peaks(x, geometry, CODEC: tl.constexpr, STEP: tl.constexpr):
     """The largest magnitude of every block, as float bits."""
-    there = tl.where(present_elements(geometry, STEP.ragged), magnitude_bits(x), 0)
+    there = tl.where(present_elements(geometry, STEP.ragged), weighed_bits(x, CODEC.negative), 0)
     return over_block(there, CODEC.block, STEP.run, True)
 
 

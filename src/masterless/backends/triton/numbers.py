@@ -19,6 +19,7 @@ _GOLDEN64 = tl.constexpr(rounding._GOLDEN64)
 _MIX1 = tl.constexpr(rounding._MIX1)
 _MIX2 = tl.constexpr(rounding._MIX2)
 _WEYL32 = tl.constexpr(rounding._WEYL32)
+_SHIFT32 = tl.constexpr(rounding._SHIFT32)
 _MULTIPLY32 = tl.constexpr(rounding._MULTIPLY32)
 _ROUND_TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # adding it leaves no bits for a fraction: half goes to even
 _WHOLE64 = tl.constexpr(2.0**52)
@@ -50,6 +51,16 @@ def magnitude_bits(x):
 def widened(upper):
     """The floats whose upper halves are given as 16-bit integers."""
     return from_bits(upper.to(tl.int32) << 16)
+
+
+@triton.jit
+def weighed_bits(x, NEGATIVE: tl.constexpr):
+    """The bits of ``|x|``; a negative number counts for more where the levels do not reach as far on that side."""
+    if NEGATIVE == 1.0:
+        return magnitude_bits(x)
+    else:
+        magnitude = from_bits(magnitude_bits(x))
+        return float_bits(tl.where(x < 0.0, magnitude * NEGATIVE, magnitude))
 
 
 @triton.jit
@@ -112,7 +123,7 @@ def chunk_words(key, chunk):
 def dither(a, b, element):
     """As `rounding.dither`: 16 random bits of every element of a chunk, in the upper half of a word."""
     x = a + element.to(tl.uint32) * _WEYL32
-    return (x ^ (x >> 16)) * _MULTIPLY32 + b
+    return (x ^ (x >> _SHIFT32)) * _MULTIPLY32 + b
 
 
 @triton.jit

@@ -51,6 +51,7 @@ class Codec(_Constant):
         scale_limit: the largest scale that may be stored.
         max_level: the largest magnitude of a level; a fresh scale is absmax over this.
         limit: the same on the finest grid.
+        negative: how much further the positive levels reach than the negative ones.
         overflow: a held scale gives way above this many scales ...
         waste: ... and below this many, ...
         fresh: ... to absmax times this.
@@ -71,6 +72,7 @@ class Codec(_Constant):
     scale_limit: float = 0.0
     max_level: float = 1.0
     limit: float = 1.0
+    negative: float = 1.0
     overflow: float = 1.0
     waste: float = 1.0
     fresh: float = 1.0
@@ -190,6 +192,7 @@ def codec_of(format: Format | None, rounding: str = "nearest") -> Codec:
         scale_limit=round_scale_up(torch.tensor(float("inf")), format).item(),
         max_level=top,
         limit=top * 2.0**format.fine_bits,
+        negative=format.negative_factor,
         overflow=overflow_level(format),
         waste=WASTE * top,
         fresh=HEADROOM / top,

@@ -35,6 +35,7 @@ from masterless.backends.triton.numbers import (
     magnitude_bits,
     power_of_two,
     sum_exponent,
+    weighed_bits,
 )
 from masterless.backends.triton.record import (
     ADAFACTOR_LENGTH,
@@ -86,9 +87,9 @@ def _squarable(record, w_at, g, geometry, cols, c, STEP: tl.constexpr):
 
 
 @triton.jit
-def _chunk_peak(x):
-    """The largest magnitude of every chunk as float bits, int64."""
-    return tl.reshape(over_block(magnitude_bits(x), 0, 1, True), (x.shape[0],)).to(tl.int64)
+def _chunk_peak(x, NEGATIVE: tl.constexpr):
+    """The largest magnitude of every chunk as float bits, int64, as it counts in a format."""
+    return tl.reshape(over_block(weighed_bits(x, NEGATIVE), 0, 1, True), (x.shape[0],)).to(tl.int64)
 
 
 @triton.jit
@@ -109,10 +110,10 @@ def survey_kernel(records, table, owners, counts, stop, STEP: tl.constexpr):
         if STEP.second.kind == "factored":
             matrix = geometry[0] // tl.load(record + MATRIX_ROWS)
             p = pointer(tl.load(record + PEAKS), tl.int64, False)
-            tl.atomic_max(p + matrix, _chunk_peak(g), mask=geometry[3])
+            tl.atomic_max(p + matrix, _chunk_peak(g, 1.0), mask=geometry[3])
         if STEP.adafactor:
             w = codecs.decode(w_at, geometry, cols, STEP.weight, STEP, False)
-            peak = tl.max(tl.where(geometry[3], _chunk_peak(tl.where(there, w, 0.0)), 0), axis=0)
+            peak = tl.max(tl.where(geometry[3], _chunk_peak(tl.where(there, w, 0.0), 1.0), 0), axis=0)
             tl.atomic_max(pointer(tl.load(record + WORKSPACE), tl.int64, False) + WEIGHT_PEAK, peak)
     found = count(bad)
     if found != 0:
@@ -240,7 +241,7 @@ def adafactor_kernel(records, table, owners, counts, stop, STEP: tl.constexpr, S
             exponent = _rms_exponent(work, record, cols, UPDATE_PEAK)
             tl.atomic_add(work + UPDATE_SUM, _sum_of_squares(moved, exponent, geometry))
         else:
-            tl.atomic_max(work + UPDATE_PEAK, tl.max(tl.where(geometry[3], _chunk_peak(moved), 0), axis=0))
+            tl.atomic_max(work + UPDATE_PEAK, tl.max(tl.where(geometry[3], _chunk_peak(moved, 1.0), 0), axis=0))
             exponent = _rms_exponent(work, record, cols, WEIGHT_PEAK)
             tl.atomic_add(work + WEIGHT_SUM, _sum_of_squares(tl.where(there, w, 0.0), exponent, geometry))
 
@@ -299,7 +300,7 @@ def target_peak_kernel(records, table, owners, counts, stop, STEP: tl.constexpr)
         lost = count((magnitude_bits(target) >= INFINITE_BITS) & there)
         if lost != 0:
             tl.atomic_add(counts + COUNTERS * task + LOST, lost)
-        peak = tl.max(tl.where(geometry[3], _chunk_peak(tl.where(there, target, 0.0)), 0), axis=0)
+        peak = tl.max(tl.where(geometry[3], _chunk_peak(tl.where(there, target, 0.0), STEP.weight.negative), 0), axis=0)
         tl.atomic_max(pointer(tl.load(record + WORKSPACE), tl.int64, False) + TARGET_PEAK, peak)
 
 
