@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -19,10 +19,12 @@ import torch
 from kernel_cases import FIRSTS, GRADIENTS, SECONDS, SHAPES, WEIGHTS, Case
 from triton.runtime import interpreter
 
+import masterless
 from masterless.backends.triton.backend import TritonBackend
 from masterless.formats import parse
 from masterless.formats.rounding import ROUNDINGS
 from masterless.formats.storage import Storage
+from masterless.step import dispatch
 from masterless.step.reference import Task
 from masterless.step.rules import RULES
 
@@ -153,6 +155,58 @@ def stopping() -> None:
     assert all(kernel_cases.differences(a, b) for a, b in zip(before, tasks, strict=True))
 
 
+def optimizing() -> None:
+    """An optimizer whose device runs behind: nothing bad is written, and the next call says so and takes it back."""
+    dispatch.register("cpu", BACKEND)
+    for nonfinite in ("raise", "raise-now", "skip"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Linear(64, 1))
+        masterless.quantize_(model, "int4")
+        opt = masterless.AdamW(model.named_parameters(), exp_avg="int4", exp_avg_sq="log2", nonfinite=nonfinite)
+        x = torch.randn(8, 128)
+
+        def backward(model: torch.nn.Module = model, x: torch.Tensor = x) -> None:
+            model.zero_grad()
+            model(x).square().mean().backward()
+
+        backward()
+        opt.step()
+        assert (opt.plan.unsettled == []) == (nonfinite == "raise-now")
+        backward()
+        model[0].weight.grad[1, 3] = float("nan")
+        before = _bytes(model, opt)
+        if nonfinite == "raise-now":
+            assert "No weight and no state has changed" in _error(opt.step)
+            assert _bytes(model, opt) == before
+            continue
+        opt.step()  # runs ahead
+        if nonfinite == "skip":
+            opt.synchronize()
+            assert opt.nonfinite_counts == {"0.weight": 1}
+            continue
+        backward()
+        assert "0.weight (1 elements)" in _error(opt.step)
+        assert _bytes(model, opt) == before
+        opt.step()
+        opt.synchronize()
+        assert {int(state["step"]) for state in opt.state.values()} == {2}
+        assert opt.state_dict()["state"]
+
+
+def _bytes(model: torch.nn.Module, opt: masterless.AdamW) -> dict[str, bytes]:
+    tensors = {f"w.{k}": t for k, t in model[0].weight.stored.tensors.items()}
+    tensors |= {f"{i}.{k}": t for i, state in enumerate(opt.state.values()) for k, t in state.items()}
+    return {k: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for k, t in tensors.items()}
+
+
+def _error(step: Callable[[], object]) -> str:
+    try:
+        step()
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
 SUITES = {
     "main": lambda count: check(main_formats()),
     "covering": lambda count: check(covering(count)),
@@ -160,6 +214,7 @@ SUITES = {
     "rows": lambda count: check(long_rows()),
     "decoding": lambda count: decoding(),
     "stopping": lambda count: stopping(),
+    "optimizing": lambda count: optimizing(),
     "sweep": lambda count: [check([*covering(20, seed), *hostile(10, seed)]) for seed in range(count)],
 }
 

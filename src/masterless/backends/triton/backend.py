@@ -80,6 +80,11 @@ class Prepared:
     means: Tensor | None = None
     phases: dict[Any, Phases] = field(default_factory=dict)
 
+    @property
+    def codes(self) -> list[Tensor]:
+        """Of quantized weights: autograd counts their changes."""
+        return [task.weight.tensors["codes"] for task in self.tasks if task.weight.format.scaled]
+
 
 class TritonBackend:
     """See the module."""
@@ -125,12 +130,14 @@ class TritonBackend:
             phases = prepared.phases[key] = _phases(prepared, kinds, must, only_survey)
         work = _workspace(prepared, records)
         _run(phases, prepared.device, records, numbers, adafactor, work, len(prepared.tasks))
-        counts = work[: _COUNTS * len(records)].view(-1, _COUNTS).cpu().numpy()
-        stopped = bool(work[_COUNTS * len(records)].item())
-        moved = not only_survey and not stopped
-        if moved:
-            increment_version([t.weight.tensors["codes"] for t in prepared.tasks if t.weight.format.scaled])
-        return Outcome(counts.sum(axis=1), moved)
+        found = work[: _COUNTS * len(records) + 1]
+        if turn.later and not only_survey:
+            increment_version(prepared.codes)
+            return Outcome(np.zeros(len(records), dtype=np.int64), True, _Later(found).settle)
+        outcome = _outcome(found.cpu(), only_survey)
+        if outcome.moved:
+            increment_version(prepared.codes)
+        return outcome
 
     def decode(self, storage: Storage, dtype: torch.dtype, visible: bool = True) -> Tensor:
         """The stored values as fp32, or as bf16 (rounded to nearest even), in the tensor's shape."""
@@ -149,6 +156,30 @@ class TritonBackend:
             torch.from_numpy(record).to(device), target, step, visible, dtype == torch.bfloat16, enable_fp_fusion=False
         )
         return out
+
+
+def _outcome(found: Tensor, only_survey: bool = False) -> Outcome:
+    """What counters and stop flag say, on the host."""
+    counts = found[:-1].view(-1, _COUNTS).numpy().sum(axis=1)
+    return Outcome(counts, not only_survey and not bool(found[-1]))
+
+
+class _Later:
+    """Counters on their way to the host, which goes on meanwhile."""
+
+    def __init__(self, found: Tensor) -> None:
+        self.event = None if found.is_cpu else torch.Event(found.device)
+        # Pinned, or the copy would wait; of its own memory, for the next step starts with zeros.
+        self.host = torch.empty_like(found, device="cpu", pin_memory=not found.is_cpu)
+        self.host.copy_(found, non_blocking=True)
+        if self.event is not None:
+            self.event.record()
+
+    def settle(self) -> Outcome:
+        """Waits for the copy, which by the next step has long arrived."""
+        if self.event is not None:
+            self.event.synchronize()
+        return _outcome(self.host)
 
 
 @cache
