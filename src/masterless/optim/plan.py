@@ -74,6 +74,7 @@ class StepPlan:
         self.batch: Batch | None = None
         self.addresses: list[int] = []  # of the last step's gradients
         self.moved = True  # whether the last step moved anything
+        self.unsettled: list[tuple[dispatch.Outcome, Batch, Sequence[Member]]] = []  # steps that the host ran ahead of
 
     def step(self, optimizer: LowBitOptimizer, members: Sequence[Member]) -> list[tuple[Member, int]]:
         """Steps the parameters that have a gradient; returns those with bad elements, and how many.
@@ -89,9 +90,12 @@ class StepPlan:
         afterwards = [
             resets.before_step(optimizer, group, p, name) for group, p, name in members if group["reset"] is not None
         ]
+        turn.later = not afterwards and all(group["nonfinite"] != "raise-now" for group in optimizer.param_groups)
         outcome = perform(batch, turn)
+        if outcome.settle is not None:
+            self.unsettled.append((outcome, batch, members))
         self.moved = outcome.moved
-        bad = [(members[i], int(outcome.bad[i])) for i in np.flatnonzero(outcome.bad).tolist()]
+        bad = _bad(outcome, members)
         if not outcome.moved:
             return bad
         for entry in batch.entries:
@@ -102,6 +106,23 @@ class StepPlan:
         for cleared in (cleared for finish in afterwards for cleared in finish()):
             counts = optimizer.reset_counts
             counts[cleared.parameter] = counts.get(cleared.parameter, 0) + cleared.cleared
+        return bad
+
+    def settle(self) -> list[tuple[Member, int]]:
+        """Waits for steps that the host ran ahead of; returns what was bad in them, as `step` does.
+
+        A step that was stopped on its device is taken back from the counters: it has moved nothing.
+        """
+        bad = []
+        while self.unsettled:
+            outcome, batch, members = self.unsettled.pop(0)
+            assert outcome.settle is not None
+            known = outcome.settle()
+            self.moved = known.moved
+            if not known.moved:
+                for entry in batch.entries:
+                    entry.counter[0] -= 1
+            bad += _bad(known, members)
         return bad
 
     def complaint(self, found: Sequence[str]) -> str:
@@ -325,6 +346,10 @@ def batch_of(
     ages_differ = any(key.endswith(".reset_step") for _, p, _ in members for key in optimizer.state[p])
     identities = np.array([entry.identity for entry in entries], dtype=np.uint64)
     return Batch(entries, fingerprint, parts, identities, ages_differ)
+
+
+def _bad(outcome: dispatch.Outcome, members: Sequence[Member]) -> list[tuple[Member, int]]:
+    return [(members[i], int(outcome.bad[i])) for i in np.flatnonzero(outcome.bad).tolist()]
 
 
 # --- one step ---------------------------------------------------------------------------------------------------
