@@ -30,6 +30,8 @@ from masterless.formats.layout import Layout
 from masterless.formats.packing import row_bytes
 
 Spec = tuple[tuple[int, ...], torch.dtype]
+# Bytes, not torch's 8-bit floats, which collectives do not carry.
+_SCALE_DTYPES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}
 _REMEDY = "it belongs to another tensor, or somebody has replaced, cast or resized it"
 
 
@@ -63,7 +65,9 @@ def tensor_specs(format: Format, shape: Sequence[int]) -> dict[str, Spec]:
         specs["top"] = (blocks, torch.bfloat16)
         specs["step"] = ((blocks[0], 2 * blocks[1]), torch.uint8)  # 16-bit integers, which collectives do not carry
     else:
-        specs["scale"] = (blocks, torch.float32 if format.scale == "fp32" else torch.bfloat16)
+        specs["scale"] = (blocks, _SCALE_DTYPES.get(format.scale, torch.bfloat16))
+    if format.two_level:
+        specs["tensor_scale"] = (by_slice(1), torch.float32)
     return specs
 
 
@@ -162,6 +166,8 @@ class Storage:
         if "step" in tensors and storage.layout.rows * storage.layout.cols:
             # As the codec writes a block of zeros: one value, one byte pattern.
             tensors["step"].view(torch.int16).fill_(1)
+        if format.two_level:
+            tensors["tensor_scale"].copy_(codec.tensor_scale_for(torch.zeros(1, 1, device=device)))
         if "codes" in tensors and format.zero_code and storage.layout.rows:
             one_row = codec.encode(torch.zeros(1, storage.layout.cols), format)
             for name in ("codes", "hidden"):
