@@ -111,7 +111,7 @@ def _round_e4m3_up(scale: Tensor, unit: Tensor) -> Tensor:
 
 
 def tensor_scale_for(x: Tensor) -> Tensor:
-    """The scale of a whole tensor ``[rows, cols]``, in units of which E4M3 scales count: ``[rows, 1]``, all the same."""
+    """The scale of a whole tensor ``[rows, cols]`` that is the unit of its E4M3 scales: ``[rows, 1]``, all the same."""
     largest = x.abs().amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
     bits = (float_bits(largest / 6.0) + 0x7FFFFF) & ~0x7FFFFF
     unit = (bits_float(bits) * _TENSOR_SCALE_ROOM).clamp(*_TENSOR_SCALE_LIMITS)
