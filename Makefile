@@ -5,9 +5,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEERS  := $(VENV)/.peers
 HF     := $(VENV)/.hf
+DOCS   := $(VENV)/.docs
 SOURCES := $(wildcard csrc/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: setup demo test lint bench study clean help
+.PHONY: setup demo test lint bench study docs dist clean help
 
 help:                      ## list the commands
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -26,7 +27,18 @@ $(HF): $(STAMP) constraints.txt
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[hf]'
 	touch $@
 
-test: lint $(HF)           ## linters, then every test, those against Hugging Face's packages and Lightning included
+$(DOCS): $(STAMP) constraints.txt
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[docs]'
+	touch $@
+
+docs: $(DOCS)              ## the documentation as a site that works offline: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open build/site/index.html"
+
+dist: setup                ## sdist and wheel, each installed into an environment of its own and tried there
+	$(BIN)/python tools/check_dist.py
+
+test: lint $(HF) $(DOCS)   ## linters, then every test, those against Hugging Face's packages and Lightning included
 	$(BIN)/python -m pytest
 
 $(PEERS): benchmarks/peers.txt | setup

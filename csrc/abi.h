@@ -82,6 +82,7 @@ enum MlRule : int32_t { ML_RULES(ML_ENUMERATOR) };
     FIELD(int64_t, hidden_row_bytes)                                                            \
     FIELD(float, limit)              /* largest magnitude of a level, on the finest grid */     \
     FIELD(float, max_level)          /* largest magnitude of a level: scale = absmax / this */  \
+    FIELD(float, negative_factor)    /* by how much more a negative number counts in an absmax */ \
     FIELD(float, overflow_level)     /* a held scale gives way above this many scales ... */    \
     FIELD(float, waste_level)        /* ... and below this many */                              \
     FIELD(float, fresh_factor)       /* and is then absmax * fresh_factor */                    \

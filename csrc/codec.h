@@ -106,7 +106,7 @@ template <class Choose>
 inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, Metadata* blocks, Choose&& choose) {
     vf peaks{};
     for_blocks_together(
-        span, s.block, [&](int e, int length, int k) { peaks[k] = absmax(x + e, length); },
+        span, s.block, [&](int e, int length, int k) { peaks[k] = block_peak(s, x + e, length); },
         [&](int first, int count) {
             const vf scales = choose(peaks, first, count);
             for (int k = 0; k < count; ++k) blocks[first + k] = scaled_block(s, scales[k], peaks[k]);
@@ -140,7 +140,7 @@ class Summary {
 
     void add(const float* x, int n) {
         if (storage_.kind == ML_LOG) return log_.add(x, n);
-        const float piece = absmax(x, n);
+        const float piece = block_peak(storage_, x, n);
         absmax_ = piece > absmax_ ? piece : absmax_;
     }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "environment.h"
 #include "kernel.h"
 #include "statistics.h"
 
@@ -76,6 +77,7 @@ bool step(MlTask* tasks, int64_t count, int threads, bool only_survey) {
 
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
+        const FloatEnvironment environment;
         Workspace work;
         for (const Phase& phase : phases) {
 #pragma omp single
@@ -125,6 +127,7 @@ void square_sums(MlTask& t, double peak, int64_t count, double* row_sums, double
     std::fill(col_sums, col_sums + t.cols, 0.0);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
+        const FloatEnvironment environment;
         Workspace work;
         std::vector<double> columns((size_t)t.cols, 0.0);  // exact sums: the order of adding them up does not show
 #pragma omp for schedule(static)
@@ -152,6 +155,7 @@ void decode_all(const MlStorage& stored, int64_t rows, int64_t cols, bool visibl
     const int64_t per_row = (cols + kSpan - 1) / kSpan, units = rows * per_row;
 #pragma omp parallel num_threads(threads) if (units * kSpan > kAlone)
     {
+        const FloatEnvironment environment;
         Workspace work;
 #pragma omp for schedule(static)
         for (int64_t unit = 0; unit < units; ++unit) {

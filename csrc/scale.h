@@ -85,6 +85,17 @@ inline float absmax(const float* x, int n) {
     return horizontal_max(max(even, odd));
 }
 
+// The same as a block's scale needs it: a negative number counts for more where the levels do not reach as far there.
+inline float block_peak(const MlStorage& s, const float* x, int n) {
+    if (s.negative_factor == 1.0f) return absmax(x, n);
+    vf peak{};
+    for (int e = 0; e < n; e += kLanes) {
+        const vf number = load<vf>(x + e), size = magnitude(number);
+        peak = max(peak, select(number < 0.0f, size * s.negative_factor, size));
+    }
+    return horizontal_max(peak);
+}
+
 // x / scale * 2^shift, correctly rounded, without dividing.
 //
 // A 16-bit scale has at most 8 significant bits, so a quotient lies either on the midpoint of two floats or at

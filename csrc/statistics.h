@@ -304,7 +304,7 @@ inline void target_peak(Statistics& x, int64_t item, Workspace& work) {
     x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
         p.load_gradient(s);
         if (!p.target(s)) x.bad += p.count_lost(s.n);
-        x.target_peak.raise(absmax(work.w, s.n));
+        x.target_peak.raise(block_peak(x.task->weight, work.w, s.n));
     });
 }
 

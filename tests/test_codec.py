@@ -353,3 +353,27 @@ def test_blocks_and_tails_are_independent(name, block):
             part = x[:, start : start + block]
             alone = codec.decode(codec.encode(part, fmt), part.shape[1], fmt)
             assert torch.equal(whole[:, start : start + block], alone)
+
+
+# --- nothing is clipped ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in SCALED if parse(n).signed])
+def test_the_largest_number_of_a_block_is_not_clipped_whatever_its_sign(name):
+    """The dynamic maps have no level at -1: a block of -1 and small numbers used to decode to -0.55 at two bits."""
+    fmt = parse(name)
+    for sign in (1.0, -1.0):
+        for size in (1.0, 3.3e-20, 7e25):
+            x = torch.full((1, 128), 0.01 * size)
+            x[0, 77] = sign * size
+            found = codec.decode(codec.encode(x, fmt), 128, fmt)[0, 77].item()
+            assert abs(found / x[0, 77].item() - 1) <= 2.0**-6, f"{x[0, 77]} became {found}"  # the scale is rounded up
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_dynamic_map_uses_all_of_its_levels_on_the_side_that_needs_them(bits):
+    fmt = parse(f"dynamic{bits}:row:fp32")
+    assert fmt.negative_factor == pytest.approx(1 / -fmt.levels[0])
+    for extreme, level in ((1.0, fmt.levels[-1]), (-1.0, fmt.levels[0])):
+        parts = codec.encode(torch.tensor([[extreme, 0.0]]), fmt)
+        assert parts["scale"].item() == pytest.approx(extreme / level, rel=2.0**-12)

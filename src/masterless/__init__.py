@@ -13,9 +13,11 @@ from masterless.optim import (
     AdamW,
     Lion,
     LossyUpdateWarning,
+    Muon,
     NonFiniteGradientError,
     RMSprop,
     beta_for_bits,
+    muon_groups,
 )
 from masterless.optim.backward import step_in_backward
 from masterless.optim.presets import PRESETS, prepare
@@ -42,6 +44,7 @@ __all__ = [
     "Lion",
     "LossyUpdateWarning",
     "Monitor",
+    "Muon",
     "NonFiniteGradientError",
     "QuantizedTensor",
     "RMSprop",
@@ -50,6 +53,7 @@ __all__ = [
     "dequantize_",
     "export",
     "memory",
+    "muon_groups",
     "parse_format",
     "prepare",
     "quantize_",

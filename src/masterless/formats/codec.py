@@ -5,7 +5,8 @@ Contract:
     * Only integer arithmetic on float bits, comparisons, and correctly rounded add, subtract, multiply, divide
       are used: any implementation that keeps the order of operations agrees to the bit.
     * **Scaled formats**: scale = absmax / max_level, rounded *up* to its stored kind, so that nothing is
-      clipped; numbers are normalised by the scale as stored: ``t = x / scale``, ``value = level * scale``.
+      clipped (the dynamic maps end at -0.55 ... -0.99, so negative numbers count for more in their absmax); numbers
+      are normalised by the scale as stored: ``t = x / scale``, ``value = level * scale``.
       ``level * scale`` is exact for linear and floating formats: a decoded number encodes to the very same code
       under the same scale, with either rounding. (For the dynamic maps, whose levels are decimal fractions, that
       holds for nearest rounding, and for stochastic rounding in all but the two most extreme dithers of 65536.)
@@ -96,11 +97,17 @@ def round_scale_up(scale: Tensor, format: Format, tensor_scale: Tensor | None = 
     return torch.minimum(bits_float(rounded), bits_float((float_bits(limit) - 1) & ~low).to(scale.device))
 
 
-def block_absmax(x: Tensor, format: Format) -> Tensor:
-    """The largest magnitude of every block: ``[rows, blocks]`` (``[1, 1]`` for one scale per tensor)."""
+def block_peak(x: Tensor, format: Format) -> Tensor:
+    """The largest magnitude of every block: ``[rows, blocks]`` (``[1, 1]`` for one scale per tensor).
+
+    A negative number counts for more where the levels do not reach as far on that side.
+    """
+    magnitude = x.abs()
+    if format.negative_factor != 1.0:
+        magnitude = torch.where(x < 0, magnitude * format.negative_factor, magnitude)
     if format.granularity == "tensor":
-        return x.abs().amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
-    return _by_block(lambda blocks: blocks.abs().amax(-1), x, format)
+        return magnitude.amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
+    return _by_block(lambda blocks: blocks.amax(-1), magnitude, format)
 
 
 def _round_e4m3_up(scale: Tensor, unit: Tensor) -> Tensor:
@@ -113,7 +120,7 @@ def _round_e4m3_up(scale: Tensor, unit: Tensor) -> Tensor:
 def tensor_scale_for(x: Tensor) -> Tensor:
     """The scale of a whole tensor ``[rows, cols]`` that is the unit of its E4M3 scales: ``[rows, 1]``, all the same."""
     largest = x.abs().amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
-    bits = (float_bits(largest / 6.0) + 0x7FFFFF) & ~0x7FFFFF
+    bits = (float_bits(largest / largest.new_tensor(6.0)) + 0x7FFFFF) & ~0x7FFFFF
     unit = (bits_float(bits) * _TENSOR_SCALE_ROOM).clamp(*_TENSOR_SCALE_LIMITS)
     return torch.where(largest > 0, unit, _TENSOR_SCALE_OF_ZEROS).expand(len(x), 1)
 
@@ -146,7 +153,7 @@ def stored_scale(scale: Tensor, format: Format, tensor_scale: Tensor | None = No
 
 def scale_for(absmax: Tensor, format: Format, tensor_scale: Tensor | None = None) -> Tensor:
     """The stored scale (fp32 values) of blocks with this absmax; zero only for blocks of zeros."""
-    scale = absmax / format.max_level
+    scale = absmax / absmax.new_tensor(format.max_level)  # dividing by a number is another operation on a GPU
     smallest = bits_float(torch.ones_like(scale, dtype=torch.int64))
     return round_scale_up(torch.where((absmax > 0) & (scale == 0), smallest, scale), format, tensor_scale)
 
@@ -212,7 +219,7 @@ def _encode_scaled(
     if format.two_level and tensor_scale is None:
         tensor_scale = tensor_scale_for(x)
     if scale is None:
-        scale = scale_for(block_absmax(x, format), format, tensor_scale)
+        scale = scale_for(block_peak(x, format), format, tensor_scale)
     divisor = _spread(torch.where(scale > 0, scale, 1.0), x.shape[1], format)
     t = x / divisor
     codes = (_linear_codes if format.kind == "linear" else _codebook_codes)(t, format, u)

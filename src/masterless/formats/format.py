@@ -113,6 +113,11 @@ class Format:
         return 1.0 if self.kind == "log" else max(abs(self.levels[0]), abs(self.levels[-1]))
 
     @property
+    def negative_factor(self) -> float:
+        """How much further the positive levels reach than the negative ones: above 1 for the dynamic maps."""
+        return self.levels[-1] / -self.levels[0] if self.signed and self.kind == "codebook" else 1.0
+
+    @property
     def zero_code(self) -> int:
         """The code of exact zero."""
         return 0 if self.kind == "log" else self.table[1][self.levels.index(0.0)]

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from masterless.formats.codec import block_absmax, read_scale, round_scale_up, scale_for
+from masterless.formats.codec import block_peak, read_scale, round_scale_up, scale_for
 from masterless.formats.format import Format
 
 POLICIES = ("held", "recompute")
@@ -42,7 +42,7 @@ def next_scale(format: Format, policy: str, target: Tensor, held: Mapping[str, T
     """
     if not format.scaled:
         return None
-    return scale_from_absmax(format, policy, block_absmax(target, format), held)
+    return scale_from_absmax(format, policy, block_peak(target, format), held)
 
 
 def scale_from_absmax(format: Format, policy: str, absmax: Tensor, held: Mapping[str, Tensor]) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from masterless.formats import codec, factored
+from masterless.formats.arithmetic import exact_arithmetic
 from masterless.formats.format import Format
 from masterless.formats.layout import Layout
 from masterless.formats.packing import row_bytes
@@ -212,6 +213,7 @@ class Storage:
         parts = self.slab(0, self.layout.rows)
         return codec.decode(parts, self.layout.cols, self.format, visible).view(self.shape)
 
+    @exact_arithmetic()
     def encode_(self, x: Tensor, u: Tensor | None = None, *, rounding: str = "stochastic") -> Storage:
         """Stores the values of `x`, with new scales; rounds to nearest, or stochastically with dither `u`."""
         if tuple(x.shape) != self.shape:

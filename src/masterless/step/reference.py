@@ -17,6 +17,7 @@ Contract, row by row::
     * So does a tile with a target that is not finite, whatever made it so; of a weight with one scale, the whole
       parameter. (A factored second moment is an average of the gradients, which are finite: it goes on.) A moment that
       overflows though the target does not stops at the largest finite number.
+    * Every number counts, denormal ones included (`exact_arithmetic`).
     * Slabs of rows and shards of parameters are `backends.reference`'s, which calls `step_rows` for each.
 """
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from masterless.formats import codec, scaling
+from masterless.formats.arithmetic import exact_arithmetic
 from masterless.formats.layout import CHUNK
 from masterless.formats.packing import chunk_bytes
 from masterless.formats.rounding import dither
@@ -35,6 +37,7 @@ from masterless.step.statistics import Known
 from masterless.step.task import Task as Task
 
 
+@exact_arithmetic()
 def step(task: Task) -> int:
     """Performs one parameter's step in place; returns how many gradients or targets were not finite."""
     rows, cols = task.weight.layout.rows, task.weight.layout.cols

@@ -167,7 +167,7 @@ def quantized_weight(dense: Tensor, format: Format, moment: Tensor) -> Quantized
 
 def best_scales(values: Tensor, format: Format, weight: Tensor, tensor_scale: Tensor | None = None) -> Tensor:
     """Of every block the scale of the grid with the least squared error, weighted by column, of the visible code."""
-    absmax = codec.block_absmax(values, format)
+    absmax = codec.block_peak(values, format)
     if format.granularity == "tensor":
         return _best_of_grid(values, absmax, format, weight, None)
     # Some rows at a time, so that the passes over the grid stay in the cache.

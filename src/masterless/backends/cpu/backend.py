@@ -27,6 +27,7 @@ from masterless.backends.cpu import library
 from masterless.backends.cpu.interface import interface
 from masterless.backends.reference import at
 from masterless.formats import MINIFLOATS, Format, scaling
+from masterless.formats.arithmetic import exact_arithmetic
 from masterless.formats.codec import LOG_LOW_RANK, round_scale_up
 from masterless.formats.layout import CHUNK
 from masterless.formats.packing import row_bytes
@@ -85,6 +86,7 @@ def _format_fields(format: Format) -> dict[str, Any]:
             "zero_code": format.zero_code,
             "limit": top * 2.0**format.fine_bits,
             "max_level": top,
+            "negative_factor": format.negative_factor,
             "overflow_level": scaling.overflow_level(format),
             "waste_level": scaling.WASTE * top,
             "fresh_factor": scaling.HEADROOM / top,
@@ -180,9 +182,7 @@ class CpuBackend:
         records["must_be_finite"] = turn.must_be_finite
         for name, column in zip(("weight_key", "first_key", "second_key"), turn.keys.T, strict=True):
             records[name] = column
-        numbers = np.zeros(len(turn.numbers), dtype=records.dtype)
-        for record, (scalars, group, policy) in zip(numbers, turn.numbers, strict=True):
-            _fill_numbers(record, scalars, group, policy)
+        numbers = _numbers(turn, records.dtype)
         which = np.asarray(turn.which, dtype=np.intp)
         for name in _NUMBERS:
             records[name] = numbers[name][which]
@@ -219,6 +219,15 @@ _ADAFACTOR = ("adafactor_step_size", "adafactor_rate1", "adafactor_min_rms", "ad
 _NUMBERS = (*Scalars._fields, "has_l2", "scale_policy", "adafactor_without_buffer", *_ADAFACTOR)
 
 
+@exact_arithmetic(alone=False)  # the kernel's threads see to themselves
+def _numbers(turn: Turn, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A record for each of the turn's different sets of numbers."""
+    numbers = np.zeros(len(turn.numbers), dtype=dtype)
+    for record, (scalars, group, policy) in zip(numbers, turn.numbers, strict=True):
+        _fill_numbers(record, scalars, group, policy)
+    return numbers
+
+
 def _fill_numbers(record: Any, scalars: Scalars, group: Mapping[str, Any], policy: str) -> None:
     """What the rule's scalars and the group say of one step."""
     for name, value in zip(Scalars._fields, scalars, strict=True):
@@ -242,6 +251,7 @@ def _run(records: NDArray[Any], only_survey: bool) -> bool:
 # --- shards whose statistics are of the whole ---------------------------------------------------------------------
 
 
+@exact_arithmetic()
 def _given_by_ranks(record: NDArray[Any], task: Task) -> Tensor | None:
     """Fills in what the ranks agree on; returns what must live until the step is done."""
     _run(record, only_survey=True)
