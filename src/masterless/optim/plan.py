@@ -11,7 +11,8 @@ Contract:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from operator import attrgetter
@@ -266,15 +267,10 @@ def _settings(optimizer: LowBitOptimizer, group: dict[str, Any]) -> tuple[Any, .
 def _entry(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> Entry:
     """Describes one parameter's step; here its storages are validated."""
     group, p, name = member
-    try:
+    with explained(optimizer, name):
         task, original = task_of(optimizer, member, grad)
         backend = dispatch.backend_of(task, group["backend"])
         prepared = backend.prepare([task])
-    except StorageError as error:
-        raise ValueError(
-            f"{type(optimizer).__name__}: parameter {name}: {error}. Formats are fixed once there is state: build "
-            f"another optimizer and load this one's state_dict(), which converts"
-        ) from None
     state = optimizer.state[p]
     fingerprint = None if original is not None else _fingerprint(optimizer, [member], [grad])
     return Entry(task, backend, prepared, parameter_id(name), counter_of(state), fingerprint, original)
@@ -283,6 +279,18 @@ def _entry(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> Entry:
 def counter_of(state: dict[str, Any]) -> Any:
     """A view of a parameter's count of steps as a mutable sequence of one integer."""
     return memoryview(state["step"].numpy().reshape(1))
+
+
+@contextmanager
+def explained(optimizer: LowBitOptimizer, name: str) -> Iterator[None]:
+    """Says of a stored tensor that does not fit whose it is and what to do."""
+    try:
+        yield
+    except StorageError as error:
+        raise ValueError(
+            f"{type(optimizer).__name__}: parameter {name}: {error}. Formats are fixed once there is state: build "
+            f"another optimizer and load this one's state_dict(), which converts"
+        ) from None
 
 
 def task_of(
@@ -375,7 +383,7 @@ def turn_of(
             position[kind] = len(numbers)
             scalars = rule.scalars(group, *kind[2])
             check_scalars(scalars, group)  # hyperparameters are the user's to change at any time
-            numbers.append((scalars, group, _scale_policy(group, scalars)))
+            numbers.append((scalars, group, scale_policy(group, scalars)))
     seeds = np.array([group["seed"] for group in groups], dtype=np.uint64)
     return dispatch.Turn(
         grads=grads,
@@ -386,7 +394,7 @@ def turn_of(
     )
 
 
-def _scale_policy(group: dict[str, Any], scalars: Scalars) -> str:
+def scale_policy(group: dict[str, Any], scalars: Scalars) -> str:
     """The group's; but a step that moves nothing (lr = 0) must not change a scale either."""
     return FROZEN if scalars.step_size == 0.0 and scalars.decay == 1.0 else group["scale_policy"]
 
@@ -401,18 +409,22 @@ def perform(batch: Batch, turn: dispatch.Turn) -> dispatch.Outcome:
     bad = np.zeros(len(batch.entries), dtype=np.int64)
     for (backend, indices, prepared), own in zip(batch.parts, turns, strict=True):
         bad[indices] = backend.step(prepared, own, only_survey=True).bad
-    mine, bad = bad, _of_all_ranks(batch, bad) if any(sharded) else bad.copy()
+    tasks = [entry.task for entry in batch.entries]
+    mine, bad = bad, np.array(of_all_ranks(tasks, bad.tolist()))
     moved = not bool((bad * np.asarray(turn.must_be_finite)).any())
     if moved:
         more = np.zeros_like(bad)  # than their gradients say: targets
         for (backend, indices, prepared), own in zip(batch.parts, turns, strict=True):
             outcome = backend.step(prepared, replace(own, must_be_finite=[False]))  # they are: no need to look again
             more[indices] = np.maximum(outcome.bad - mine[indices], 0)
-        bad = bad + (_of_all_ranks(batch, more) if any(sharded) else more)
+        bad = bad + np.array(of_all_ranks(tasks, more.tolist()))
     return dispatch.Outcome(bad, moved)
 
 
-def _of_all_ranks(batch: Batch, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def of_all_ranks(tasks: Sequence[Task], counts: list[int]) -> list[int]:
+    """Counts of bad elements, summed over the ranks that share each parameter."""
+    if not any(task.sharded for task in tasks):
+        return counts
     from masterless.sharding.agreement import total_counts
 
-    return np.array(total_counts([entry.task for entry in batch.entries], counts.tolist()), dtype=np.int64)
+    return total_counts(tasks, counts)

@@ -141,6 +141,16 @@ PRESETS: dict[str, Preset] = {
             exp_avg_sq="log2",
             betas=(0.82, 0.95),
         ),
+        # INT4 in groups of 32 is the grid of served INT4 checkpoints (Kimi-K2-Thinking's, GGUF's Q4_0): nothing is
+        # rounded on the way out.
+        _preset(
+            "2.1-byte-int4-32",
+            "int4+4:32",
+            "INT4 in groups of 32 in the forward pass, 4 hidden bits, 4-bit first moment, 4-bit second",
+            exp_avg="int4",
+            exp_avg_sq="log4",
+            betas=(0.9, 0.95),
+        ),
         # Two bytes tie with fp32 at twenty tokens per parameter and more (docs/presets.md): the one to start with.
         _preset(
             "2-byte",
