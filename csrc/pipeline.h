@@ -48,9 +48,9 @@ class Pipeline {
     static constexpr uint32_t kLargestRoot = 0x5F7FFFFFu;  // bits of the largest float whose square is finite
 
     // `weight_scale`: the scale of a weight that has only one, once it is known. `mean_rows`: of factored second
-    // moments, the mean of the row factors of every matrix.
-    Pipeline(MlTask& task, Workspace& work, const Metadata* weight_scale, const float* mean_rows)
-        : t_(task), b_(work), weight_scale_(weight_scale), mean_rows_(mean_rows),
+    // moments, the mean of the row factors of every matrix. `surveyed`: it is known that all gradients are finite.
+    Pipeline(MlTask& task, Workspace& work, const Metadata* weight_scale, const float* mean_rows, bool surveyed = false)
+        : t_(task), b_(work), weight_scale_(weight_scale), mean_rows_(mean_rows), surveyed_(surveyed),
           has_first_(task.first.kind != ML_NONE), inject_(task.inject_error && task.first.kind != ML_NONE),
           stores_weight_(task.scale_policy != ML_FROZEN), stores_first_(has_first_ && !keeps_first(task)),
           rule_(rule_function(task)), weight_draw_(draw(task.weight, work.weight_thresholds)),
@@ -84,7 +84,14 @@ class Pipeline {
     // The gradient as stored; false if an element or its square is not finite.
     bool load_gradient(const Span& s) {
         const int64_t at = s.row * t_.cols + s.col;
-        g_ = b_.g;
+        g_ = b_.g, narrow_g_ = nullptr;
+        if (surveyed_ && s.n % kLanes == 0) {  // nothing to look at: the rule reads it where it lies
+            if (t_.grad_is_bf16)
+                narrow_g_ = (const uint16_t*)t_.grad + at;
+            else
+                g_ = (const float*)t_.grad + at;
+            return true;
+        }
         if (t_.grad_is_bf16) {
             if (s.n % kLanes == 0) return widen_gradient((const uint16_t*)t_.grad + at, s.n);
             widen_floats(b_.g, (const uint16_t*)t_.grad + at, s.n);
@@ -128,7 +135,7 @@ class Pipeline {
         if (!in_place) decode_weight(s);
         if (has_first_) decode(t_.first, t_.cols, s, b_.codes(), b_.m);
         decode_second(s);
-        const TileBuffers buffers{g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr, weight_draw_, first_draw_, second_draw_,
+        const TileBuffers buffers{g_, narrow_g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr, weight_draw_, first_draw_, second_draw_,
                                   after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, kLanes), after(s, t_.weight, kLanes),
                                   after(s, t_.first, kChunk), after(s, t_.second, kChunk)};
         const bool finite = rule_(t_, s.n, s.chunk, buffers);
@@ -300,10 +307,12 @@ class Pipeline {
     MlTask& t_;
     Workspace& b_;
     const float* g_ = nullptr;  // the loaded gradient and the target: in the workspace, or where they are stored
+    const uint16_t* narrow_g_ = nullptr;  // of a bf16 gradient that is read there, instead of g_
     float* w_ = nullptr;
     uint32_t largest_ = 0;  // float bits of the loaded gradient's largest magnitude
     const Metadata* weight_scale_;
     const float* mean_rows_;
+    const bool surveyed_;
     const bool has_first_, inject_;
     const bool stores_weight_, stores_first_;
     const RuleFunction rule_;

@@ -160,12 +160,13 @@ def summarise(cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Summary]:
     """All cells that have rows, with gaps and errors, in the order of the cells."""
     rows = of_one_text(rows)
     settings: dict[tuple[str, str], list[tuple[Cell, Summary]]] = {}
-    seen = set()
+    widest: dict[tuple[str, str, str], Cell] = {}  # a cell may be asked for again with more seeds
     for cell in cells:
-        if (name := (cell.group, cell.setting.name, cell.recipe.label)) in seen:
-            continue
+        name = (cell.group, cell.setting.name, cell.recipe.label)
+        if name not in widest or len(widest[name].seeds) < len(cell.seeds):
+            widest[name] = replace(cell, sweep=widest[name].sweep if name in widest else cell.sweep)
+    for cell in widest.values():
         if (summary := describe(cell, rows)) is not None:
-            seen.add(name)
             settings.setdefault((summary.setting, _baseline(cell)), []).append((cell, summary))
     return [summary for found in settings.values() for summary in _with_gaps(found)]
 
@@ -219,7 +220,8 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _gap(summary: Summary) -> str:
+def gap_text(summary: Summary) -> str:
+    """A gap with its error."""
     if None in summary.losses.values():
         return "diverged"
     if summary.gap is None:
@@ -228,15 +230,19 @@ def _gap(summary: Summary) -> str:
 
 
 def markdown(summaries: Sequence[Summary]) -> str:
-    """Tables, one a setting and group; an unfinished row is marked with a star."""
-    lines: list[str] = []
-    title = None
-    for s in sorted(summaries, key=lambda s: (s.setting, s.group)):
-        if (s.setting, s.group) != title:
-            title = (s.setting, s.group)
-            lines += ["", f"### {s.setting}: {s.group}", ""]
-            lines += ["| recipe | bytes/param | best lr | loss | seeds | gap to fp32 | own error | gap to INT4 QAT |"]
-            lines += ["|---|---|---|---|---|---|---|---|"]
+    """Tables, one a setting and group."""
+    groups: dict[tuple[str, str], list[Summary]] = {}
+    for s in summaries:
+        groups.setdefault((s.setting, s.group), []).append(s)
+    parts = [f"### {setting}: {group}\n\n{table(own)}" for (setting, group), own in sorted(groups.items())]
+    return "\n\n".join(parts)
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """One table; an unfinished row is marked with a star."""
+    lines = ["| recipe | bytes/param | best lr | loss | seeds | gap to fp32 | own error | gap to INT4 QAT |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for s in summaries:
         finite = [x for x in s.losses.values() if x is not None]
         cells = [
             s.label + ("" if s.complete else " *"),
@@ -244,12 +250,12 @@ def markdown(summaries: Sequence[Summary]) -> str:
             f"{s.lr:g}",
             _number(statistics.mean(finite) if finite else None, ".4f"),
             str(len(s.losses)),
-            _gap(s),
+            gap_text(s),
             _number(s.own_error, ".2f"),
             _number(s.qat_gap, "+.2f"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines).strip()
+    return "\n".join(lines)
 
 
 def noise(cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Noise]:

@@ -37,12 +37,15 @@ class Recipe:
         weights: format of the inner matrices; None leaves them dense.
         options: arguments of the optimizer, besides lr and weight decay.
         optimizer: "adamw"; "muon" for the inner matrices, with fp32 AdamW for the rest; or "lion".
+        coarse_from: share of the steps after which the forward pass sees the visible code only; before, it sees hidden
+            bits as well.
     """
 
     label: str
     weights: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str = "adamw"
+    coarse_from: float = 0.0
 
     @property
     def states(self) -> tuple[str, str]:
@@ -164,6 +167,7 @@ class Job:
             "weights": self.recipe.weights,
             "options": dict(self.recipe.options),
             "spec": self.recipe.spec,
+            **({"coarse_from": self.recipe.coarse_from} if self.recipe.coarse_from else {}),
             "regime": REGIME,
             **asdict(self.setting),
             "lr": self.lr,

@@ -64,11 +64,13 @@ class Twin:
         return cls(model, torch.compile(loss, dynamic=False) if compiled else loss)
 
     @torch.no_grad()
-    def take(self, stored: nn.Module) -> None:
-        """Takes over what the stored weights decode to."""
+    def take(self, stored: nn.Module, visible: bool = True) -> None:
+        """Takes over what the stored weights decode to, hidden bits left out or not."""
         for own, p in zip(self.model.parameters(), stored.parameters(), strict=True):
             dense = p.detach()
-            own.copy_(dense.dequantize() if isinstance(dense, ml.QuantizedTensor) else dense)
+            if isinstance(dense, ml.QuantizedTensor):
+                dense = dense.dequantize() if visible else dense.stored.decode()
+            own.copy_(dense)
 
     def give(self, stored: nn.Module) -> None:
         """Hands the gradients over to the stored weights."""
@@ -198,7 +200,7 @@ class _Run:
         )
         part = max(1, steps // 20)
         parameters = list(self.twin.model.parameters())
-        self.twin.take(self.model)
+        self._take()
         saved = began = time.perf_counter()
         while self.step < steps:
             for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
@@ -211,8 +213,8 @@ class _Run:
             self.twin.give(self.model)
             for optimizer in self.optimizers:
                 optimizer.step()
-            self.twin.take(self.model)
             self.step += 1
+            self._take()
             self.train_loss += value / part
             if self.step % part == 0:
                 self.curve.append(self.train_loss)
@@ -223,6 +225,9 @@ class _Run:
             if self.path is not None and now - saved > CHECKPOINT_SECONDS:
                 self._save(self.seconds + now - began)
                 saved = now
+
+    def _take(self) -> None:
+        self.twin.take(self.model, visible=self.step >= self.job.recipe.coarse_from * self.setting.steps)
 
     def _save(self, seconds: float) -> None:
         assert self.path is not None

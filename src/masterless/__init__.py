@@ -22,7 +22,9 @@ from masterless.optim import (
 from masterless.optim.backward import step_in_backward
 from masterless.optim.presets import PRESETS, prepare
 from masterless.step import staleness
+from masterless.tensor.build import build_quantized
 from masterless.tensor.calibrate import calibrate_
+from masterless.tensor.head import linear_cross_entropy
 from masterless.tensor.quantize import dequantize_, quantize_
 from masterless.tensor.quantized import QuantizedTensor
 
@@ -49,9 +51,11 @@ __all__ = [
     "QuantizedTensor",
     "RMSprop",
     "beta_for_bits",
+    "build_quantized",
     "calibrate_",
     "dequantize_",
     "export",
+    "linear_cross_entropy",
     "memory",
     "muon_groups",
     "parse_format",

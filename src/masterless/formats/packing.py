@@ -49,6 +49,8 @@ def row_bytes(cols: int, bits: int) -> int:
 def _pack_plane(codes: Tensor, bits: int) -> Tensor:
     """[..., n] values below 2**bits to [..., ceil(n * bits / 8)] bytes."""
     n, per_byte = codes.shape[-1], 8 // bits
+    if per_byte == 1:
+        return codes.to(torch.uint8)
     height = -(-n // per_byte)
     padded = torch.nn.functional.pad(codes, (0, height * per_byte - n))
     shifts = torch.arange(per_byte, device=codes.device) * bits

@@ -18,7 +18,7 @@ from masterless.formats.scaling import FROZEN
 from masterless.formats.storage import Storage
 from masterless.optim.base import LowBitOptimizer, require
 from masterless.optim.options import Options, common
-from masterless.optim.plan import Member, StepPlan, counter_of, describe, explained, of_all_ranks, scale_policy
+from masterless.optim.plan import Member, StepPlan, counter_of, explained, of_all_ranks, scale_policy, task_of
 from masterless.step import dispatch, tile
 from masterless.step.orthogonal import ADJUSTMENTS, given_back, newton_schulz, shape_factor
 from masterless.step.rules import RULES, Rule, Scalars, Update, check_scalars
@@ -218,7 +218,7 @@ class _Matrix:
     @classmethod
     def of(cls, optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> _Matrix:
         with explained(optimizer, member[2]):
-            task, original = describe(optimizer, member, grad)
+            task, original = task_of(optimizer, member, grad)
             task.weight.validate()
         scalars = MUON.scalars(member[0], 1, 1)
         check_scalars(scalars, member[0])
