@@ -136,6 +136,17 @@ def late_int4() -> list[Recipe]:
     ]
 
 
+def one_byte() -> list[Recipe]:
+    """About one byte: where the last bits are best spent."""
+    return [
+        recipe("int6, int2 m .53, factored v", "int6", "int2", "factored", 0.53),
+        recipe("int6, int2 m .8, factored v", "int6", "int2", "factored", 0.8),
+        recipe("int6, int2 m .53, factored v, dropped", "int6", "int2", "factored", 0.53, **DROP),
+        recipe("int4+2, int2 m .53, factored v", "int4+2", "int2", "factored", 0.53),
+        recipe("int4, int4 m .8, factored v", "int4", "int4", "factored", 0.8),
+    ]
+
+
 def presets() -> list[Recipe]:
     """The presets as they are."""
     chosen = [p for p in ml.PRESETS.values() if p.name not in ("fp32", "states-8bit")]
@@ -200,6 +211,10 @@ def cells() -> list[Cell]:
     middle: Options = {"sweep": (0,), "seeds": range(4)}
     found = [Cell("noise", r, SMALL, extra=extra) for r, extra in pairs]
     found += _grid("candidates", deciding, (SMALL,), **SMALL_SEEDS)
+    found += _grid("late int4", late_int4()[:2], (SMALL,), **SMALL_SEEDS)
+    found += _grid("one byte", one_byte()[:2], (SMALL,), **SMALL_SEEDS)
+    found += _grid("candidates", deciding[:6], (MIDDLE,), sweep=(0,), seeds=range(2))
+    found += _grid("one byte", one_byte(), (SMALL,), **SMALL_SEEDS)
     found += _grid("late int4", late_int4()[:4], (SMALL,), **SMALL_SEEDS)
     found += _grid("candidates", deciding, (MIDDLE,), **middle)
     found += _grid("weights", [*forward_formats()[:3], *dropped()[:3], *injected()[:4]], (SMALL,), **SMALL_SEEDS)
