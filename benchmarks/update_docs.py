@@ -126,7 +126,7 @@ for _setting in ("37k@20", "150k@20", "600k@20", "37k@100", "150k@100"):
 
 
 def presets_at_20(only_measured: bool = False) -> str:
-    """Every preset (or those that were measured) with its gap at 20 tokens per parameter, as far as the study of recipes has come."""
+    """Every preset (or those that were measured) with its gap at 20 tokens per parameter, as far as it is known."""
     cells = recipe_cells()
     found = {(s.group, s.setting, s.label): s for s in analysis.summarise(cells, Store(RECIPES).rows())}
     settings = ("37k@20", "150k@20", "600k@20")
