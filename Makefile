@@ -43,7 +43,7 @@ docs: $(DOCS)              ## the documentation as a site that works offline: bu
 dist: setup                ## sdist and wheel, each installed into an environment of its own and tried there
 	$(BIN)/python tools/check_dist.py
 
-test: lint $(HF) $(GPU) $(DOCS)   ## linters, then every test, also those against Hugging Face's packages and Triton
+test: lint $(HF) $(GPU) $(DOCS) $(PEERS)  ## linters, then every test, also those against other libraries and Triton
 	$(BIN)/python -m pytest
 
 gpu-check: $(GPU)          ## the GPU kernels in Triton's interpreter over many more random cases (about half an hour)

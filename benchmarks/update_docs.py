@@ -123,6 +123,36 @@ for _setting in ("37k@20", "150k@20", "600k@20", "37k@100", "150k@100"):
     for _group in ("candidates", "weights", "moments", "late int4", "fp32", "presets", "eco", "large", "long", "muon"):
         name = f"recipes-{_setting.replace('@', '-')}-{_group.replace(' ', '-')}"
         TABLES[name] = _recipes(_setting, _group)
+
+
+def presets_at_20() -> str:
+    """Every preset with its gap at 20 tokens per parameter, as far as the study of recipes has come."""
+    cells = recipe_cells()
+    found = {(s.group, s.setting, s.label): s for s in analysis.summarise(cells, Store(RECIPES).rows())}
+    settings = ("37k@20", "150k@20", "600k@20")
+    rows = [
+        f"| preset | what | bytes/param | {' | '.join(f'gap, {s}' for s in settings)} | pretrained start |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for preset in PRESETS.values():
+        gaps = []
+        for setting in settings:
+            same = [
+                found.get((c.group, setting, c.recipe.label))
+                for c in cells
+                if c.setting.name == setting
+                and c.recipe.weights == preset.weights
+                and dict(c.recipe.options) == dict(preset.options)
+            ]
+            measured = [s for s in same if s is not None and s.gap is not None and s.seeds > 1]
+            gaps.append(analysis.gap_text(max(measured, key=lambda s: s.seeds)) if measured else "-")
+        suits = "yes" if preset.from_pretrained else "no"
+        cost = f"{preset.bytes_per_parameter:.2f}"
+        rows.append(f"| `{preset.name}` | {preset.summary} | {cost} | {' | '.join(gaps)} | {suits} |")
+    return "\n".join(rows)
+
+
+TABLES["presets-at-20"] = presets_at_20
 TABLES["recipes-noise"] = lambda: analysis.noise_table(recipe_cells(), Store(RECIPES).rows())
 
 

@@ -22,7 +22,7 @@ from masterless.step.reference import Task
 from masterless.step.rules import RULES
 
 WEIGHTS = [n for n in names() if parse(n).signed and parse(n).kind not in ("none", "factored")]
-FIRSTS = [n for n in WEIGHTS if not parse(n).hidden] + ["none"]
+FIRSTS = [n for n in WEIGHTS if not parse(n).hidden and not parse(n).two_level] + ["none"]
 SECONDS = [
     n
     for n in names()
@@ -225,10 +225,10 @@ def random_case(rng: random.Random) -> Case:
 
     def variant(name: str, *granularities: str) -> str:
         fmt = parse(name)
-        if not fmt.scaled:
+        if not fmt.scaled or fmt.fixed:
             return name
         granularity = rng.choice(["", "", "", ":32", ":64", ":256", ":1024", ":row", *granularities])
-        scale = rng.choice(["", "", ":fp32", ":pow2"]) if fmt.kind != "log" else ""
+        scale = rng.choice(["", "", ":fp32", ":pow2", ":e8m0"]) if fmt.kind != "log" else ""
         return name + granularity + scale
 
     first, rule = rng.choice(FIRSTS), rng.choice(list(RULES))

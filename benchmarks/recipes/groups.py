@@ -155,6 +155,41 @@ def eco() -> list[Recipe]:
     return rows
 
 
+def muon(label: str, weights: str | None = None, m: str = "fp32", momentum: float = 0.95, **options: Any) -> Recipe:
+    """A recipe of Muon by its formats."""
+    return Recipe(f"Muon {label}", weights, {"momentum_buffer": m, "momentum": momentum, **options}, "muon")
+
+
+def muons() -> list[Recipe]:
+    """Muon by bytes; what rounding takes is dropped unless a row says otherwise."""
+    inject: Options = {"error_compensation": True}
+    return [
+        muon("fp32"),
+        muon("int8, int4 m", "int8", "int4"),
+        muon("int4+4, int4 m", "int4+4", "int4"),
+        muon("int8, int8 m", "int8", "int8"),
+        muon("int4, int4 m", "int4", "int4"),
+        muon("int6, int2 m", "int6", "int2"),
+        muon("int8, int4 m, injected", "int8", "int4", **inject),
+        muon("int4, int4 m, injected", "int4", "int4", **inject),
+        muon("int8, no m", "int8", "none", 0.0),
+        muon("int4 with master weights", "int4+32"),
+        muon("int8, int2 m", "int8", "int2"),
+        muon("int4+2, int2 m", "int4+2", "int2"),
+        muon("int8, int3 m", "int8", "int3"),
+        muon("fp8, int4 m", "fp8", "int4"),
+        muon("int4+4, int4 m, injected", "int4+4", "int4", **inject),
+    ]
+
+
+def lions() -> list[Recipe]:
+    """Lion: its step is a sign, which carries no error; hidden bits keep it."""
+    usual: Options = {"betas": (0.9, 0.99), "error_compensation": False}
+    rows = [Recipe("Lion fp32", None, {"exp_avg": "fp32", **usual}, "lion")]
+    formats = ("int8", "int4+4", "int4")
+    return rows + [Recipe(f"Lion {f}, int4 m", f, {"exp_avg": "int4", **usual}, "lion") for f in formats]
+
+
 def cells() -> list[Cell]:
     """All cells, the most important first: what decides presets, then what explains them, then what widens them."""
     dithers = [(0, None, dither) for dither in (101, 102, 103, 104)]
@@ -181,6 +216,10 @@ def cells() -> list[Cell]:
     found += _grid("weights", [*forward_formats(), *dropped(), *injected()], (SMALL, MIDDLE), **middle)
     found += _grid("moments", [*first_moments(), *second_moments(), *log_moments()], (MIDDLE,), **middle)
     found += _grid("long", deciding, (MIDDLE_LONG,), sweep=(0,), seeds=(0, 1))
+    found += _grid("muon", [*muons()[:8], full(), TWO], (SMALL,), sweep=(0, 1), seeds=range(4))
+    found += _grid("lion", lions(), (SMALL,), sweep=(0, 1), seeds=range(4), lrs=(1e-3, 2e-3, 4e-3))
+    found += _grid("muon", muons()[8:], (SMALL,), sweep=(0, 1), seeds=range(4))
+    found += _grid("muon", [*muons()[:6], full(), TWO], (MIDDLE,), sweep=(0,), seeds=range(3))
     return found
 
 

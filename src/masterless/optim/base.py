@@ -69,7 +69,7 @@ class LowBitOptimizer(Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.nonfinite_counts = {}
         self.reset_counts = {}
-        self.plan = StepPlan()
+        self.plan = self.new_plan()
         defaults = {**COMMON_DEFAULTS, **defaults, "masterless_version": state_dict.VERSION}
         self._check_group(dict(defaults))  # a copy: what "auto" resolves to is each group's own affair
         super().__init__(params, defaults)
@@ -98,6 +98,10 @@ class LowBitOptimizer(Optimizer):
     def has_momentum(self, group: dict[str, Any]) -> bool:
         """Whether the rule keeps a first moment under the group's hyperparameters."""
         return self.momentum(group) > 0.0
+
+    def new_plan(self) -> StepPlan:
+        """How it steps its parameters: what it keeps between steps, which can be thrown away at any time."""
+        return StepPlan()
 
     def check_hyperparameters(self, group: dict[str, Any]) -> None:
         """Raises a ValueError for a hyperparameter that cannot be."""
@@ -389,7 +393,7 @@ class LowBitOptimizer(Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("nonfinite_counts", {})
         self.__dict__.setdefault("reset_counts", {})
-        self.plan = StepPlan()
+        self.plan = self.new_plan()
         state_dict.finish_load(self)
 
     def torch_state_dict(self) -> dict[str, Any]:
