@@ -3,18 +3,20 @@
 import pytest
 from tiny import differences, examples, gpt2, llama, moe, same_state
 from tools import ADAMW, arguments, logged_losses, quantized
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 import masterless as ml
+from masterless.integrations.trainer import MasterlessCallback
 from masterless.integrations.transformers import MasterlessConfig, PresetOptimizer
 
 
-def trainer_for(model, folder, optimizer=("AdamW", {}), **options):
+def trainer_for(model, folder, optimizer=("AdamW", {}), callbacks=(), **options):
     if optimizer[0] == "AdamW":
         choice = (ml.AdamW, ADAMW)
     else:
         choice = (PresetOptimizer, {"preset": optimizer[0], "lr": 1e-2, **optimizer[1]})
     data = {"train_dataset": examples(), "eval_dataset": examples(4, seed=1)}
+    data["callbacks"] = list(callbacks)
     return Trainer(model, arguments(folder, **options), **data, optimizer_cls_and_kwargs=choice)
 
 
@@ -67,3 +69,52 @@ def test_a_checkpoint_of_another_kind_of_model_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match=r"(?s)'int4\+4' in the state dict and as 'int8:row'"):
         other = trainer_for(quantized(format="int8"), tmp_path / "c")
         other.train(resume_from_checkpoint=str(tmp_path / "quantized" / "checkpoint-2"))
+
+
+def test_steps_in_the_backward_pass_are_ordinary_steps(tmp_path):
+    plain = trainer_for(quantized(), tmp_path / "plain", max_grad_norm=0.0)
+    plain.train()
+    callback = MasterlessCallback(step_in_backward=True)
+    freed = []
+
+    class Looks(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            freed.append(all(p.grad is None for p in model.parameters()))
+
+    lean = trainer_for(quantized(), tmp_path / "lean", max_grad_norm=0.0, callbacks=[callback, Looks()])
+    lean.train()
+    assert freed == [True] * 4 and callback._stepper is None
+    assert not differences(plain.model, lean.model) and same_state(plain.optimizer, lean.optimizer)
+    middle = str(tmp_path / "lean" / "checkpoint-2")
+    again = trainer_for(quantized(seed=1), tmp_path / "again", max_grad_norm=0.0, callbacks=[callback])
+    again.train(resume_from_checkpoint=middle)
+    assert not differences(plain.model, again.model) and same_state(plain.optimizer, again.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"max_grad_norm=1\.0 clips by the norm of all gradients"),
+        ({"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2: .* each backward"),
+    ],
+)
+def test_what_would_silently_not_happen_is_refused(options, message, tmp_path):
+    trainer = trainer_for(quantized(), tmp_path, **options, callbacks=[MasterlessCallback(step_in_backward=True)])
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_the_callback_refuses_what_contradicts_itself():
+    with pytest.raises(ValueError, match=r"belong to step_in_backward=True"):
+        MasterlessCallback(clip_norm=1.0)
+    with pytest.raises(ValueError, match=r"the steps happen elsewhere"):
+        MasterlessCallback(step_in_backward=True, monitor={})
+
+
+def test_a_monitor_logs_into_the_history(tmp_path):
+    callback = MasterlessCallback(monitor={"every": 2})
+    trainer = trainer_for(quantized(), tmp_path, callbacks=[callback])
+    trainer.train()
+    entries = [e for e in trainer.state.log_history if any(key.startswith("masterless/") for key in e)]
+    assert [e["step"] for e in entries] == [2, 4] and len(callback.watching.samples) == 2
+    assert 0.0 <= entries[0]["masterless/weight/lost"] <= 1.0 and "masterless/exp_avg_sq/stalled_codes" in entries[0]
