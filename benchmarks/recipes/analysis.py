@@ -1,6 +1,7 @@
 """From rows to gaps: a recipe at its best learning rate against fp32 AdamW at its best learning rate and beta1.
 
 Contract:
+    * The rows of the groups "muon" and "lion" are compared with fp32 Muon and with fp32 Lion instead.
     * A gap is the mean over seeds of ``loss / reference loss - 1``, each run against the reference of its own seed.
     * Its error is the standard error of that mean. Three runs say little about their own spread, so the spread is
       pooled over the recipes of a setting (all that stay within 10% of fp32): `Summary.error`; the recipe's own is
@@ -158,7 +159,7 @@ def of_one_text(rows: Mapping[str, Row]) -> dict[str, Row]:
 def summarise(cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Summary]:
     """All cells that have rows, with gaps and errors, in the order of the cells."""
     rows = of_one_text(rows)
-    settings: dict[str, list[tuple[Cell, Summary]]] = {}
+    settings: dict[tuple[str, str], list[tuple[Cell, Summary]]] = {}
     widest: dict[tuple[str, str, str], Cell] = {}  # a cell may be asked for again with more seeds
     for cell in cells:
         name = (cell.group, cell.setting.name, cell.recipe.label)
@@ -166,15 +167,21 @@ def summarise(cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Summary]:
             widest[name] = replace(cell, sweep=widest[name].sweep if name in widest else cell.sweep)
     for cell in widest.values():
         if (summary := describe(cell, rows)) is not None:
-            settings.setdefault(summary.setting, []).append((cell, summary))
+            settings.setdefault((summary.setting, _baseline(cell)), []).append((cell, summary))
     return [summary for found in settings.values() for summary in _with_gaps(found)]
 
 
+def _baseline(cell: Cell) -> str:
+    """The optimizer whose fp32 rows a cell is compared with."""
+    return cell.group if cell.group in ("muon", "lion") else "adamw"
+
+
 def _with_gaps(found: Sequence[tuple[Cell, Summary]]) -> list[Summary]:
-    reference = best_reference([s for cell, s in found if cell.recipe.is_fp32])
+    fp32 = [s for cell, s in found if cell.recipe.is_fp32 and cell.recipe.optimizer == _baseline(cell)]
+    reference = best_reference(fp32)
     if reference is None:
         return [s for _, s in found]
-    qat = next((s for cell, s in found if cell.recipe.weights == QAT and cell.recipe.beta1 == 0.9), None)
+    qat = next((s for cell, s in found if cell.recipe.weights == QAT and cell.recipe.beta1 in (0.9, 0.95)), None)
     gaps = [paired_gaps(s.losses, reference.losses) for _, s in found]
     # A recipe that several groups ask for counts once.
     usual = {tuple(g) for g, (_, s) in zip(gaps, found, strict=True) if s.losses != reference.losses and _usual(g)}
@@ -213,7 +220,8 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _gap(summary: Summary) -> str:
+def gap_text(summary: Summary) -> str:
+    """A gap with its error."""
     if None in summary.losses.values():
         return "diverged"
     if summary.gap is None:
@@ -242,7 +250,7 @@ def table(summaries: Sequence[Summary]) -> str:
             f"{s.lr:g}",
             _number(statistics.mean(finite) if finite else None, ".4f"),
             str(len(s.losses)),
-            _gap(s),
+            gap_text(s),
             _number(s.own_error, ".2f"),
             _number(s.qat_gap, "+.2f"),
         ]

@@ -13,9 +13,11 @@ from masterless.optim import (
     AdamW,
     Lion,
     LossyUpdateWarning,
+    Muon,
     NonFiniteGradientError,
     RMSprop,
     beta_for_bits,
+    muon_groups,
 )
 from masterless.optim.backward import step_in_backward
 from masterless.optim.presets import PRESETS, prepare
@@ -44,6 +46,7 @@ __all__ = [
     "Lion",
     "LossyUpdateWarning",
     "Monitor",
+    "Muon",
     "NonFiniteGradientError",
     "QuantizedTensor",
     "RMSprop",
@@ -54,6 +57,7 @@ __all__ = [
     "export",
     "linear_cross_entropy",
     "memory",
+    "muon_groups",
     "parse_format",
     "prepare",
     "quantize_",

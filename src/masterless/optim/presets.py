@@ -99,16 +99,15 @@ PRESETS: dict[str, Preset] = {
             betas=(0.35, 0.95),
             weight_rounding="nearest",
         ),
-        # Two bits of momentum are too coarse to carry the weights' residue as well: it is dropped.
         _preset(
             "1.3-byte",
-            "int8",
-            "INT8 weights, 2-bit first moment, factored second",
-            exp_avg="int2",
+            "int6",
+            "INT6 weights, 4-bit first moment, factored second",
+            exp_avg="int4",
             exp_avg_sq="factored",
-            betas=(0.527, 0.95),
-            error_compensation=False,
+            betas=(0.9, 0.95),
         ),
+        # Two bits of momentum are too coarse to carry the weights' residue as well: it is dropped.
         _preset(
             "1.3-byte-int4",
             "int4+4",
@@ -119,12 +118,20 @@ PRESETS: dict[str, Preset] = {
             error_compensation=False,
         ),
         _preset(
+            "1.5-byte",
+            "int8",
+            "INT8 weights, 4-bit first moment, factored second",
+            exp_avg="int4",
+            exp_avg_sq="factored",
+            betas=(0.9, 0.95),
+        ),
+        _preset(
             "1.8-byte",
-            "fp8",
-            "FP8 weights, 4-bit first moment, 2-bit second",
+            "int8",
+            "INT8 weights, 4-bit first moment, 2-bit second",
             exp_avg="int4",
             exp_avg_sq="log2",
-            betas=(0.82, 0.95),
+            betas=(0.9, 0.95),
         ),
         _preset(
             "1.8-byte-int4",
@@ -134,11 +141,29 @@ PRESETS: dict[str, Preset] = {
             exp_avg_sq="log2",
             betas=(0.82, 0.95),
         ),
+        # INT4 in groups of 32 is the grid of served INT4 checkpoints (Kimi-K2-Thinking's, GGUF's Q4_0): nothing is
+        # rounded on the way out.
+        _preset(
+            "2.1-byte-int4-32",
+            "int4+4:32",
+            "INT4 in groups of 32 in the forward pass, 4 hidden bits, 4-bit first moment, 4-bit second",
+            exp_avg="int4",
+            exp_avg_sq="log4",
+            betas=(0.9, 0.95),
+        ),
         # Two bytes tie with fp32 at twenty tokens per parameter and more (docs/presets.md): the one to start with.
         _preset(
             "2-byte",
             "int8",
             "INT8 weights, 4-bit first moment, 4-bit second",
+            exp_avg="int4",
+            exp_avg_sq="log4",
+            betas=(0.9, 0.95),
+        ),
+        _preset(
+            "2-byte-int4",
+            "int4+4",
+            "INT4 in the forward pass, 4 hidden bits, 4-bit first moment, 4-bit second",
             exp_avg="int4",
             exp_avg_sq="log4",
             betas=(0.9, 0.95),

@@ -69,6 +69,7 @@ def _format_fields(format: Format) -> dict[str, Any]:
         "is_signed": format.signed,
         "scale_kind": known.scale_kinds[format.scale],
         "per_tensor": format.granularity == "tensor",
+        "adjacent": format.adjacent,
         "low_rank": LOG_LOW_RANK.get(format.bits, 0),
     }
     if format.kind == "codebook":
@@ -165,9 +166,10 @@ class CpuBackend:
     def join(self, prepared: Sequence[Prepared]) -> Prepared:
         """The records side by side."""
         starts = np.cumsum([0, *(len(part.tasks) for part in prepared)])
+        # As bytes: numpy would pack records with gaps between fields more tightly than the kernel reads them.
+        records = np.concatenate([part.records.view(np.uint8) for part in prepared]).view(interface().task)
         return Prepared(
-            # As bytes: of records numpy would make a layout of its own.
-            np.concatenate([part.records.view(np.uint8) for part in prepared]).view(interface().task),
+            records,
             [task for part in prepared for task in part.tasks],
             [i + int(start) for part, start in zip(prepared, starts, strict=False) for i in part.shared],
             [codes for part in prepared for codes in part.codes],
@@ -180,10 +182,9 @@ class CpuBackend:
         records["must_be_finite"] = turn.must_be_finite
         for name, column in zip(("weight_key", "first_key", "second_key"), turn.keys.T, strict=True):
             records[name] = column
-        numbers = _numbers(turn, records.dtype)
-        which = np.asarray(turn.which, dtype=np.intp)
-        for name in _NUMBERS:
-            records[name] = numbers[name][which]
+        which, numbers = np.asarray(turn.which, dtype=np.intp), _as_bytes(_numbers(turn, records.dtype))
+        where = _place_of_numbers()
+        _as_bytes(records)[:, where] = numbers[which, where]
         means = []  # alive until the kernel has read them
         for i in [] if only_survey else prepared.shared:
             means.append(_given_by_ranks(records[i : i + 1], at(prepared.tasks[i], turn, i)))
@@ -215,6 +216,26 @@ class CpuBackend:
 
 _ADAFACTOR = ("adafactor_step_size", "adafactor_rate1", "adafactor_min_rms", "adafactor_clip_threshold")
 _NUMBERS = (*Scalars._fields, "has_l2", "scale_policy", "adafactor_without_buffer", *_ADAFACTOR)
+
+
+def _as_bytes(records: NDArray[Any]) -> NDArray[np.uint8]:
+    """Records as rows of bytes."""
+    return records.view(np.uint8).reshape(len(records), records.dtype.itemsize)
+
+
+@cache
+def _place_of_numbers() -> slice:
+    """The bytes of a record that hold a step's numbers: one copy is far cheaper than one for every field."""
+    fields = interface().task.fields
+    assert fields is not None
+    places = {name: (offset, offset + dtype.itemsize) for name, (dtype, offset, *_) in fields.items()}
+    start, stop = min(places[name][0] for name in _NUMBERS), max(places[name][1] for name in _NUMBERS)
+    between = {name for name, (first, _) in places.items() if start <= first < stop}
+    if between != {*_NUMBERS}:
+        raise RuntimeError(
+            f"fields of csrc/abi.h that a step does not fill in stand among those: {between - {*_NUMBERS}}"
+        )
+    return slice(start, stop)
 
 
 @exact_arithmetic(alone=False)  # the kernel's threads see to themselves
