@@ -23,10 +23,15 @@ import figures
 import finetune_study
 import ideas_study
 import scale_drift
+import smollm2_study
 import staleness_study
 import study
 import tasks_study
 from jobs import load
+from recipes import analysis
+from recipes.groups import cells as recipe_cells
+from recipes.store import RESULTS as RECIPES
+from recipes.store import Store
 
 from masterless.lab.bench import report
 from masterless.optim.presets import PRESETS
@@ -74,6 +79,9 @@ TABLES["scale-drift"] = lambda: scale_drift.table(load(scale_drift.RESULTS))
 TABLES["stalls"] = lambda: staleness_study.stalls_table(load(staleness_study.RESULTS))
 TABLES["resets"] = lambda: staleness_study.resets_table(load(staleness_study.RESULTS))
 TABLES["tasks"] = lambda: tasks_study.table(load(tasks_study.RESULTS))
+TABLES["smollm2"] = lambda: smollm2_study.losses_table(load(smollm2_study.RESULTS))
+TABLES["smollm2-jump"] = lambda: smollm2_study.jump_table(load(smollm2_study.RESULTS))
+TABLES["smollm2-memory"] = lambda: smollm2_study.memory_table(load(smollm2_study.RESULTS))
 TABLES["finetune"] = lambda: finetune_study.table(load(finetune_study.RESULTS))
 
 
@@ -102,6 +110,57 @@ for _size in ("gpt2", "odd", "moe", "short", "tiny"):
     )
 TABLES["bench-forward"] = _bench(lambda document: report.markdown(report.forward_table(document)), "forward")
 TABLES["bench-growth"] = _bench(lambda document: report.markdown(report.growth_table(document)), "growth")
+
+
+def _recipes(setting: str, group: str) -> Callable[[], str]:
+    """A table of the study of recipes, the gap to fp32 first."""
+
+    def build() -> str:
+        rows = Store(RECIPES).rows()
+        found = [s for s in analysis.summarise(recipe_cells(), rows) if (s.setting, s.group) == (setting, group)]
+        return analysis.table(found) if found else "(not run yet)"
+
+    return build
+
+
+for _setting in ("37k@20", "150k@20", "600k@20", "37k@100", "150k@100"):
+    for _group in ("candidates", "weights", "moments", "late int4", "fp32", "presets", "eco", "large", "long", "muon"):
+        name = f"recipes-{_setting.replace('@', '-')}-{_group.replace(' ', '-')}"
+        TABLES[name] = _recipes(_setting, _group)
+
+
+def presets_at_20(only_measured: bool = False) -> str:
+    """Every preset (or those that were measured) with its gap at 20 tokens per parameter, as far as it is known."""
+    cells = recipe_cells()
+    found = {(s.group, s.setting, s.label): s for s in analysis.summarise(cells, Store(RECIPES).rows())}
+    settings = ("37k@20", "150k@20", "600k@20")
+    rows = [
+        f"| preset | what | bytes/param | {' | '.join(f'gap, {s}' for s in settings)} | pretrained start |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for preset in PRESETS.values():
+        gaps = []
+        for setting in settings:
+            same = [
+                found.get((c.group, setting, c.recipe.label))
+                for c in cells
+                if c.setting.name == setting
+                and c.recipe.weights == preset.weights
+                and dict(c.recipe.options) == dict(preset.options)
+            ]
+            measured = [s for s in same if s is not None and s.gap is not None and s.seeds > 1]
+            gaps.append(analysis.gap_text(max(measured, key=lambda s: s.seeds)) if measured else "-")
+        if only_measured and set(gaps) == {"-"}:
+            continue
+        suits = "yes" if preset.from_pretrained else "no"
+        cost = f"{preset.bytes_per_parameter:.2f}"
+        rows.append(f"| `{preset.name}` | {preset.summary} | {cost} | {' | '.join(gaps)} | {suits} |")
+    return "\n".join(rows)
+
+
+TABLES["presets-at-20"] = presets_at_20
+TABLES["presets-measured"] = lambda: presets_at_20(only_measured=True)
+TABLES["recipes-noise"] = lambda: analysis.noise_table(recipe_cells(), Store(RECIPES).rows())
 
 
 def pages() -> list[Path]:

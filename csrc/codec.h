@@ -89,20 +89,11 @@ inline void for_each_block(const Span& span, int64_t block_length, F&& f) {
 
 // --- metadata -----------------------------------------------------------------------------------------------
 
-inline Metadata read_metadata(const MlStorage& s, int64_t index) {
-    Metadata block;
-    if (s.kind == ML_LOG)
-        block.log = read_log_block(s, index);
-    else
-        block.scale = read_scale(s, index);
-    return block;
-}
-
-inline void write_metadata(const MlStorage& s, int64_t index, const Metadata& block) {
+inline void write_metadata(const MlStorage& s, int64_t row, int64_t index, const Metadata& block) {
     if (s.kind == ML_LOG)
         write_log_block(s, index, block.log);
     else
-        write_scale(s, index, block.scale);
+        write_scale(s, row, index, block.scale);
 }
 
 // The blocks of a span, as many at a time as a vector has lanes: `look(e, length, k)` sees each, then `finish(first, count)`
@@ -134,7 +125,9 @@ inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, M
 // New metadata for whole blocks.
 inline void fresh_blocks(const MlStorage& s, const Span& span, const float* x, Metadata* blocks) {
     if (s.kind != ML_LOG)
-        return scale_blocks(s, span, x, blocks, [&](vf peaks, int, int) { return scale_for(s, peaks); });
+        return scale_blocks(s, span, x, blocks, [&](vf peaks, int, int) {
+            return scale_for(s, peaks, scale_unit(s, span.row));
+        });
     vi tops{}, zeros{};
     LogMinima minima;
     for_blocks_together(
@@ -165,7 +158,8 @@ class Summary {
     float largest() const { return absmax_; }
 
     Metadata fresh() const {
-        if (storage_.kind != ML_LOG) return scaled_block(storage_, scale_for(storage_, splat(absmax_))[0], absmax_);
+        // Blocks that long have no tensor scale: their unit is one.
+        if (storage_.kind != ML_LOG) return scaled_block(storage_, scale_for(storage_, splat(absmax_), 1.0f)[0], absmax_);
         Metadata block;
         LogMinima minima;
         minima.set(0, log_);
@@ -213,7 +207,7 @@ inline void encode_bf16(uint16_t* out, const float* x, int n, const float* thres
 
 // Codes that a table can decode without unpacking: its lookup takes no notice of what stands above a code.
 inline bool decodes_packed(const MlStorage& s, const Span& span) {
-    return (s.bits == 2 || s.bits == 4) && s.bits <= kTableBits && !s.hidden && s.block >= kChunk &&
+    return (s.bits == 2 || s.bits == 4) && s.bits <= kTableBits && !s.hidden && !s.adjacent && s.block >= kChunk &&
            span.length % kChunk == 0;
 }
 
@@ -247,7 +241,7 @@ inline void decode_scaled(const Grid& grid, const MlStorage& s, const Span& span
     const int64_t first = metadata_index(s, span);
     const int hidden = s.hidden, bits = s.bits;
     for_each_run(span, s.block, [&](int e, int length, int block) {
-        const float scale = read_scale(s, first + block) * (1.0f / (float)(1 << hidden));
+        const float scale = read_scale(s, span.row, first + block) * (1.0f / (float)(1 << hidden));
         if (!hidden)
             return decode_run(codes, e, length, bits, out, [&](vi code) { return grid.level(code) * scale; });
         for (int i = e; i < e + length; i += kLanes) {
@@ -334,12 +328,16 @@ inline uint8_t* packed_hidden_codes(const MlStorage& s, const Span& span) {
     return s.hidden_codes + span.row * s.hidden_row_bytes + packed_offset(span.col, s.hidden);
 }
 
-inline void unpack_rows(const uint8_t* data, int64_t row_bytes, const Span& span, int bits, uint8_t* codes) {
-    for (int e = 0; e < span.n; e += span.length, data += row_bytes) unpack(data, span.length, bits, codes + e);
+// The codes of a span's rows; `adjacent` ones of four bits have their neighbour in the same byte.
+inline void unpack_rows(const uint8_t* data, int64_t row_bytes, const Span& span, int bits, bool adjacent,
+                        uint8_t* codes) {
+    for (int e = 0; e < span.n; e += span.length, data += row_bytes)
+        adjacent && bits == 4 ? unpack_pairs(data, span.length, codes + e) : unpack(data, span.length, bits, codes + e);
 }
 
-inline void pack_rows(const uint8_t* codes, int64_t row_bytes, const Span& span, int bits, uint8_t* data) {
-    for (int e = 0; e < span.n; e += span.length, data += row_bytes) pack(codes + e, span.length, bits, data);
+inline void pack_rows(const uint8_t* codes, int64_t row_bytes, const Span& span, int bits, bool adjacent, uint8_t* data) {
+    for (int e = 0; e < span.n; e += span.length, data += row_bytes)
+        adjacent && bits == 4 ? pack_pairs(codes + e, span.length, data) : pack(codes + e, span.length, bits, data);
 }
 
 // Codes of eight bits are one byte each as they are stored, and need no buffer but for loose ends of a row.
@@ -356,8 +354,8 @@ inline void decode(const MlStorage& s, int64_t cols, const Span& span, Codes cod
         if (codes.is_packed || is_unpacked(s, span))
             codes.visible = packed_codes(s, span);
         else
-            unpack_rows(packed_codes(s, span), s.row_bytes, span, s.bits, codes.visible);
-        if (s.hidden) unpack_rows(packed_hidden_codes(s, span), s.hidden_row_bytes, span, s.hidden, codes.hidden);
+            unpack_rows(packed_codes(s, span), s.row_bytes, span, s.bits, s.adjacent, codes.visible);
+        if (s.hidden) unpack_rows(packed_hidden_codes(s, span), s.hidden_row_bytes, span, s.hidden, false, codes.hidden);
         if (s.kind == ML_LOG)
             decode_log(s, span, codes, out);
         else
@@ -402,8 +400,8 @@ inline void encode(const MlStorage& s, int64_t cols, const Span& span, const flo
         });
     }
     if (dry) return;
-    if (!in_place) pack_rows(codes.visible, s.row_bytes, span, s.bits, packed_codes(s, span));
-    if (s.hidden) pack_rows(codes.hidden, s.hidden_row_bytes, span, s.hidden, packed_hidden_codes(s, span));
+    if (!in_place) pack_rows(codes.visible, s.row_bytes, span, s.bits, s.adjacent, packed_codes(s, span));
+    if (s.hidden) pack_rows(codes.hidden, s.hidden_row_bytes, span, s.hidden, false, packed_hidden_codes(s, span));
 }
 
 }  // namespace MASTERLESS_ISA

@@ -117,7 +117,7 @@ bool step(MlTask* tasks, int64_t count, int threads, bool only_survey) {
         x.task->bad = x.bad;
         // Only now: until here the weight was decoded under the scale it had.
         const bool moved = !only_survey && !halted && !x.stopped();
-        if (moved && x.needed() && x.one_scale()) write_metadata(x.task->weight, 0, x.weight_scale);
+        if (moved && x.needed() && x.one_scale()) write_metadata(x.task->weight, 0, 0, x.weight_scale);
     }
     return !only_survey && !halted;
 }

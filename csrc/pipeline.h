@@ -18,7 +18,7 @@ inline namespace MASTERLESS_ISA {
 
 constexpr int kMaxSpan = 8192;  // elements in the buffers at once
 constexpr int kSpan = 1024;     // elements that are taken together when tiles are short: they stay in the L1 cache
-constexpr int kMaxBlocks = kMaxSpan / 32;
+constexpr int kMaxBlocks = kMaxSpan / 16;
 
 struct Workspace {
     // The odd sizes keep buffers from falling on the same cache sets.
@@ -61,7 +61,8 @@ class Pipeline {
 
     // How many rows are taken together: of short ones some, for each has a cost of its own.
     static int64_t rows_together(const MlTask& t) {
-        const bool fits = t.cols > 0 && t.cols % kLanes == 0 && !(is_scaled(t.weight) && t.weight.per_tensor);
+        const bool by_row = t.weight.tensor_scale || t.first.tensor_scale || t.second.tensor_scale;  // other units
+        const bool fits = t.cols > 0 && t.cols % kLanes == 0 && !(is_scaled(t.weight) && t.weight.per_tensor) && !by_row;
         return fits && 2 * t.cols <= kSpan ? kSpan / t.cols : 1;
     }
 
@@ -232,7 +233,7 @@ class Pipeline {
         encode(weight, t_.cols, s, w_, weight_draw_.thresholds, blocks, b_.codes(), inject, dry);
         if (is_scaled(weight) && !known) {
             const int64_t first = metadata_index(weight, s);
-            for_each_block(s, weight.block, [&](int, int, int k) { write_metadata(weight, first + k, blocks[k]); });
+            for_each_block(s, weight.block, [&](int, int, int k) { write_metadata(weight, s.row, first + k, blocks[k]); });
         }
         for (int e = s.n; inject && e % kLanes; ++e) b_.m[e] = 0.0f;
         if (inject && t_.first.kind == ML_FLOAT32) saturate(b_.m, s.n);
@@ -251,8 +252,8 @@ class Pipeline {
         const int64_t first = metadata_index(weight, s);
         scale_blocks(weight, s, b_.w, b_.blocks, [&](vf peaks, int at, int count) {
             vf held{};
-            for (int k = 0; k < count; ++k) held[k] = read_scale(weight, first + at + k);
-            return next_scale(weight, t_.scale_policy, peaks, held);
+            for (int k = 0; k < count; ++k) held[k] = read_scale(weight, s.row, first + at + k);
+            return next_scale(weight, t_.scale_policy, peaks, held, scale_unit(weight, s.row));
         });
         return b_.blocks;
     }
@@ -263,7 +264,8 @@ class Pipeline {
         if (!known && is_scaled(moment)) {
             const int64_t first = metadata_index(moment, s);
             fresh_blocks(moment, s, x, b_.blocks);
-            for_each_block(s, moment.block, [&](int, int, int k) { write_metadata(moment, first + k, b_.blocks[k]); });
+            for_each_block(s, moment.block,
+                           [&](int, int, int k) { write_metadata(moment, s.row, first + k, b_.blocks[k]); });
             blocks = b_.blocks;
         }
         encode(moment, t_.cols, s, x, thresholds, blocks, b_.codes());
@@ -292,8 +294,8 @@ class Pipeline {
                 summary.add(b_.w, s.n);
             });
             if (bad) return bad;
-            const float held = read_scale(t_.weight, row * t_.weight.blocks_per_row);
-            weight.scale = next_scale(t_.weight, t_.scale_policy, summary.largest(), held);
+            const float held = read_scale(t_.weight, row, row * t_.weight.blocks_per_row);
+            weight.scale = next_scale(t_.weight, t_.scale_policy, summary.largest(), held, 1.0f);
             known.weight = &weight;
         }
         if (is_long(t_.first) || is_long(t_.second)) {
@@ -311,9 +313,9 @@ class Pipeline {
         }
         for_each_part(row, col, n, [&](const Span& s) { retarget(s), finish(s, known); });
         // Written last: until here the row was decoded under the metadata it had.
-        if (known.weight == &weight) write_metadata(t_.weight, row, weight);
-        if (known.first && stores_first_) write_metadata(t_.first, row, first);
-        if (known.second) write_metadata(t_.second, row, second);
+        if (known.weight == &weight) write_metadata(t_.weight, row, row, weight);
+        if (known.first && stores_first_) write_metadata(t_.first, row, row, first);
+        if (known.second) write_metadata(t_.second, row, row, second);
         return 0;
     }
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -165,7 +166,7 @@ def test_descriptions_are_really_kept(monkeypatch):
     optimizer = make()
     give_gradients(optimizer, 0)
     optimizer.step()
-    monkeypatch.setattr(plan, "_task", lambda *args: pytest.fail("described anew"))
+    monkeypatch.setattr(plan, "task_of", lambda *args: pytest.fail("described anew"))
     give_gradients(optimizer, 1)  # other tensors at other addresses
     optimizer.param_groups[0]["lr"] = 0.5
     optimizer.step()
@@ -200,3 +201,14 @@ def test_keys_of_many_parameters_are_those_of_each():
     keys = stream_keys(*(np.array(column, dtype=np.uint64) for column in (seeds, steps, identities)))
     expected = [[stream_key(*row, p) for p in PURPOSES] for row in zip(seeds, steps, identities, strict=True)]
     assert keys.tolist() == expected
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_gradient_is_not_kept(backend):
+    """Only then does freeing gradients, or stepping in the backward pass, give memory back."""
+    optimizer = make(backend=backend)
+    give_gradients(optimizer, 0)
+    grads = [weakref.ref(p.grad) for p in parameters_of(optimizer).values()]
+    optimizer.step()
+    optimizer.zero_grad()
+    assert [grad() for grad in grads] == [None] * len(SHAPES)

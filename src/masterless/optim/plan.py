@@ -12,7 +12,8 @@ Contract:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import attrgetter
@@ -78,6 +79,7 @@ class StepPlan:
         self.batch: Batch | None = None
         self.addresses: list[int] = []  # of the last step's gradients
         self.moved = True  # whether the last step moved anything
+        self.unsettled: list[tuple[dispatch.Outcome, Batch, Sequence[Member]]] = []  # steps that the host ran ahead of
 
     def step(self, optimizer: LowBitOptimizer, members: Sequence[Member]) -> list[tuple[Member, int]]:
         """Steps the parameters that have a gradient; returns those with bad elements, and how many.
@@ -89,13 +91,16 @@ class StepPlan:
         if not members:
             return []
         batch = self._current(optimizer, members, grads)
-        turn = _turn(optimizer, batch, members, grads)
+        turn = turn_of(optimizer, batch, members, grads)
         afterwards = [
             resets.before_step(optimizer, group, p, name) for group, p, name in members if group["reset"] is not None
         ]
-        outcome = _perform(batch, turn)
+        turn.later = not afterwards and all(group["nonfinite"] != "raise-now" for group in optimizer.param_groups)
+        outcome = perform(batch, turn)
+        if outcome.settle is not None:
+            self.unsettled.append((outcome, batch, members))
         self.moved = outcome.moved
-        bad = [(members[i], int(outcome.bad[i])) for i in np.flatnonzero(outcome.bad).tolist()]
+        bad = _bad(outcome, members)
         if not outcome.moved:
             return bad
         for entry in batch.entries:
@@ -106,6 +111,23 @@ class StepPlan:
         for cleared in (cleared for finish in afterwards for cleared in finish()):
             counts = optimizer.reset_counts
             counts[cleared.parameter] = counts.get(cleared.parameter, 0) + cleared.cleared
+        return bad
+
+    def settle(self) -> list[tuple[Member, int]]:
+        """Waits for steps that the host ran ahead of; returns what was bad in them, as `step` does.
+
+        A step that was stopped on its device is taken back from the counters: it has moved nothing.
+        """
+        bad = []
+        while self.unsettled:
+            outcome, batch, members = self.unsettled.pop(0)
+            assert outcome.settle is not None
+            known = outcome.settle()
+            self.moved = known.moved
+            if not known.moved:
+                for entry in batch.entries:
+                    entry.counter[0] -= 1
+            bad += _bad(known, members)
         return bad
 
     def complaint(self, found: Sequence[str]) -> str:
@@ -140,7 +162,7 @@ class StepPlan:
                 known = self.entries[id(member[1])] = _entry(optimizer, member, grad)
             entries.append(known)
         kept = all(entry.watch is not None for entry in entries)
-        self.batch = _batch(entries, Watch.of(optimizer, members, grads) if kept else None, members, optimizer)
+        self.batch = batch_of(entries, Watch.of(optimizer, members, grads) if kept else None, members, optimizer)
         return self.batch
 
     def _with_gradients(
@@ -198,15 +220,10 @@ def _checked_gradient(optimizer: LowBitOptimizer, member: Member, grad: Tensor) 
 def _entry(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> Entry:
     """Describes one parameter's step; here its storages are validated."""
     group, p, name = member
-    try:
-        task, original = _task(optimizer, member, grad)
+    with explained(optimizer, name):
+        task, original = task_of(optimizer, member, grad)
         backend = dispatch.backend_of(task, group["backend"])
         prepared = backend.prepare([task])
-    except StorageError as error:
-        raise ValueError(
-            f"{type(optimizer).__name__}: parameter {name}: {error}. Formats are fixed once there is state: build "
-            f"another optimizer and load this one's state_dict(), which converts"
-        ) from None
     state = optimizer.state[p]
     watch = None if original is not None else Watch.of(optimizer, [member], [grad])
     return Entry(task, backend, prepared, parameter_id(name), counter_of(state), watch, original)
@@ -217,8 +234,22 @@ def counter_of(state: dict[str, Any]) -> Any:
     return memoryview(state["step"].numpy().reshape(1))
 
 
-def _task(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> tuple[Task, Tensor | None]:
-    """One parameter's task; of a weight that is not contiguous over a copy, with the weight."""
+@contextmanager
+def explained(optimizer: LowBitOptimizer, name: str) -> Iterator[None]:
+    """Says of a stored tensor that does not fit whose it is and what to do."""
+    try:
+        yield
+    except StorageError as error:
+        raise ValueError(
+            f"{type(optimizer).__name__}: parameter {name}: {error}. Formats are fixed once there is state: build "
+            f"another optimizer and load this one's state_dict(), which converts"
+        ) from None
+
+
+def task_of(
+    optimizer: LowBitOptimizer, member: Member, grad: Tensor, rows: tuple[int, int] | None = None
+) -> tuple[Task, Tensor | None]:
+    """One parameter's task, or that of some of its rows; of a weight that is not contiguous over a copy, with it."""
     group, p, name = member
     local, states, weight, original = local_of(p), optimizer.state_storage(p, group), weight_storage(p), None
     compensated = optimizer.compensates(p, group)
@@ -228,6 +259,10 @@ def _task(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> tuple[Tas
         if not values.is_contiguous():
             original, values = values, values.contiguous()
         weight = Storage(PLAIN[p.dtype], tuple(local.shape), {"values": values})
+    where: dict[str, Any] = {} if local is p else _place(p)
+    if rows is not None:
+        weight, where = weight.cut(*rows), {"first_row": rows[0] * weight.layout.rows_per_slice}
+        states = {key: state.cut(*rows) for key, state in states.items()}
     states_rounding = group["rounding"]
     rounding = {
         "weight": group["weight_rounding"],
@@ -239,7 +274,7 @@ def _task(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> tuple[Tas
         rule=optimizer.rule(group, compensated),
         scalars=Scalars(),
         group=group,
-        grad=grad,
+        grad=grad.new_empty(0),  # its dtype and device; a description that kept the gradient would keep its memory
         weight=weight,
         first=states.get(optimizer.first_name) if optimizer.first_name else None,
         second=states.get(optimizer.second_name) if optimizer.second_name else None,
@@ -247,7 +282,7 @@ def _task(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> tuple[Tas
         keys=dict.fromkeys(PURPOSES, 0),
         inject=compensated,
         maximize=group["maximize"],
-        **({} if local is p else _place(p)),
+        **where,
     )
     return task, original
 
@@ -258,7 +293,8 @@ def _place(p: Tensor) -> dict[str, Any]:
     return Place.of(p).task_fields(p.device)
 
 
-def _batch(entries: list[Entry], watch: Watch | None, members: Sequence[Member], optimizer: LowBitOptimizer) -> Batch:
+def batch_of(entries: list[Entry], watch: Watch | None, members: Sequence[Member], optimizer: LowBitOptimizer) -> Batch:
+    """Entries put together for their backends."""
     by_backend: dict[int, tuple[dispatch.Backend, list[int]]] = {}
     for i, entry in enumerate(entries):
         by_backend.setdefault(id(entry.backend), (entry.backend, []))[1].append(i)
@@ -276,10 +312,14 @@ def _batch(entries: list[Entry], watch: Watch | None, members: Sequence[Member],
     return Batch(entries, watch, parts, identities, ages_differ, sharded, [*kinds.values()], which)
 
 
+def _bad(outcome: dispatch.Outcome, members: Sequence[Member]) -> list[tuple[Member, int]]:
+    return [(members[i], int(outcome.bad[i])) for i in np.flatnonzero(outcome.bad).tolist()]
+
+
 # --- one step ---------------------------------------------------------------------------------------------------
 
 
-def _turn(
+def turn_of(
     optimizer: LowBitOptimizer, batch: Batch, members: Sequence[Member], grads: Sequence[Tensor]
 ) -> dispatch.Turn:
     """The numbers of the coming step: parameters of one group, rule and age share their scalars."""
@@ -300,7 +340,7 @@ def _turn(
         group, rule = batch.kinds[kind]
         scalars = rule.scalars(group, *age)
         check_scalars(scalars, group)  # hyperparameters are the user's to change at any time
-        numbers.append((scalars, group, _scale_policy(group, scalars)))
+        numbers.append((scalars, group, scale_policy(group, scalars)))
     seeds = np.array([group["seed"] for group, _ in batch.kinds], dtype=np.uint64)
     finite = [group["nonfinite"] != "skip" for group, _ in batch.kinds]
     return dispatch.Turn(
@@ -312,12 +352,12 @@ def _turn(
     )
 
 
-def _scale_policy(group: dict[str, Any], scalars: Scalars) -> str:
+def scale_policy(group: dict[str, Any], scalars: Scalars) -> str:
     """The group's; but a step that moves nothing (lr = 0) must not change a scale either."""
     return FROZEN if scalars.step_size == 0.0 and scalars.decay == 1.0 else group["scale_policy"]
 
 
-def _perform(batch: Batch, turn: dispatch.Turn) -> dispatch.Outcome:
+def perform(batch: Batch, turn: dispatch.Turn) -> dispatch.Outcome:
     """Lets every backend step its part, unless a gradient that must be finite is not: then nobody moves."""
     if len(batch.parts) == 1 and not batch.sharded:
         backend, _, prepared = batch.parts[0]
@@ -326,18 +366,22 @@ def _perform(batch: Batch, turn: dispatch.Turn) -> dispatch.Outcome:
     bad = np.zeros(len(batch.entries), dtype=np.int64)
     for (backend, indices, prepared), own in zip(batch.parts, turns, strict=True):
         bad[indices] = backend.step(prepared, own, only_survey=True).bad
-    mine, bad = bad, _of_all_ranks(batch, bad) if batch.sharded else bad.copy()
+    tasks = [entry.task for entry in batch.entries]
+    mine, bad = bad, np.array(of_all_ranks(tasks, bad.tolist()))
     moved = not bool((bad * np.asarray(turn.must_be_finite)).any())
     if moved:
         more = np.zeros_like(bad)  # than their gradients say: targets
         for (backend, indices, prepared), own in zip(batch.parts, turns, strict=True):
             outcome = backend.step(prepared, replace(own, must_be_finite=[False]))  # they are: no need to look again
             more[indices] = np.maximum(outcome.bad - mine[indices], 0)
-        bad = bad + (_of_all_ranks(batch, more) if batch.sharded else more)
+        bad = bad + np.array(of_all_ranks(tasks, more.tolist()))
     return dispatch.Outcome(bad, moved)
 
 
-def _of_all_ranks(batch: Batch, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def of_all_ranks(tasks: Sequence[Task], counts: list[int]) -> list[int]:
+    """Counts of bad elements, summed over the ranks that share each parameter."""
+    if not any(task.sharded for task in tasks):
+        return counts
     from masterless.sharding.agreement import total_counts
 
-    return np.array(total_counts([entry.task for entry in batch.entries], counts.tolist()), dtype=np.int64)
+    return total_counts(tasks, counts)

@@ -194,5 +194,4 @@ def _one_scale(task: Task, grad: Tensor, known: Known) -> tuple[Tensor, int]:
         peaks.append(codec.block_peak(target, task.weight.format))
         lost += int((~target.isfinite()).sum())
     absmax = torch.cat(peaks).amax().view(1, 1)
-    held = task.weight.tensors["scale"]
-    return scaling.scale_from_absmax(task.weight.format, task.scale_policy, absmax, held), lost
+    return scaling.scale_from_absmax(task.weight.format, task.scale_policy, absmax, task.weight.tensors), lost

@@ -9,9 +9,9 @@ Contract:
     * Formats are those of `quantize_`, and so is everything that follows: codes and scales are chosen better, no more.
     * A scale is one of `GRID` fractions of absmax / max_level, rounded as the format rounds scales: the one with the
       least squared error, in which input j counts by its second moment ``E[x_j^2]``.
-    * Matrices of `nn.Linear` are rounded column by column: the error of column j, divided by ``U_jj``, is taken off
-      the later columns by row j of U, the Cholesky factor of the inverse of ``H = E[x x^T] + damping``. All else, and
-      a layer that no batch reaches, is quantized as `quantize_` does it.
+    * Matrices of `nn.Linear` are rounded input by input, those with the largest second moment first: the error of
+      column j, divided by ``U_jj``, is taken off the later columns by row j of U, the Cholesky factor of the inverse of
+      ``H = E[x x^T] + damping``. All else, and a layer that no batch reaches, is quantized as `quantize_` does it.
     * Hidden bits hold the residue of the true weight, as far as they reach (half a quantum); master copies all of it.
     * The model runs without gradients; passes are repeated if the matrices H of all layers at once take more than
       `memory` bytes, and later passes see the layers before them quantized.
@@ -124,13 +124,14 @@ def _second_moments(
     """``E[x x^T]`` of what each module reads, fp32; a module that no batch reaches is left out."""
     sums: dict[nn.Module, Tensor] = {}
     counts: dict[nn.Module, int] = {}
+    last: list[Tensor] = []  # an input and its product: queries, keys and values read the same
 
     def watch(module: nn.Module, inputs: Any) -> None:
-        x = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).float()
-        if module not in sums:
-            sums[module] = torch.zeros(x.shape[1], x.shape[1], device=x.device)
-        sums[module].addmm_(x.T, x)
-        counts[module] = counts.get(module, 0) + x.shape[0]
+        if not last or last[0] is not inputs[0]:
+            x = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).float()
+            last[:] = inputs[0], x.T @ x
+        sums[module] = sums[module] + last[1] if module in sums else last[1].clone()
+        counts[module] = counts.get(module, 0) + inputs[0].numel() // inputs[0].shape[-1]
 
     handles = [module.register_forward_pre_hook(watch) for module in modules]
     training = model.training
@@ -156,31 +157,35 @@ def quantized_weight(dense: Tensor, format: Format, moment: Tensor) -> Quantized
     values = dense.to(torch.float32).reshape(rows, -1)
     if not values.numel():
         return QuantizedTensor(storage, dense.dtype)
-    scale = best_scales(values, format, moment.diagonal())
-    parts = codec.encode(_repaired(values, scale, format, moment), format, scale=scale)
+    tensor_scale = codec.tensor_scale_for(values) if format.two_level else None
+    scale = best_scales(values, format, moment.diagonal(), tensor_scale)
+    parts = codec.encode(_repaired(values, scale, format, moment), format, scale=scale, tensor_scale=tensor_scale)
     parts.update(_residues(values, parts, format, scale))
     specs = tensor_specs(format, dense.shape)
     tensors = {name: part.reshape(specs[name][0]).to(specs[name][1]).contiguous() for name, part in parts.items()}
     return QuantizedTensor(Storage(format, tuple(dense.shape), tensors), dense.dtype)
 
 
-def best_scales(values: Tensor, format: Format, weight: Tensor) -> Tensor:
+def best_scales(values: Tensor, format: Format, weight: Tensor, tensor_scale: Tensor | None = None) -> Tensor:
     """Of every block the scale of the grid with the least squared error, weighted by column, of the visible code."""
     absmax = codec.block_peak(values, format)
     if format.granularity == "tensor":
-        return _best_of_grid(values, absmax, format, weight)
+        return _best_of_grid(values, absmax, format, weight, None)
     # Some rows at a time, so that the passes over the grid stay in the cache.
     step = max(1, _CACHED // values.shape[1])
     starts = range(0, len(values), step)
-    return torch.cat([_best_of_grid(values[i : i + step], absmax[i : i + step], format, weight) for i in starts])
+    unit = None if tensor_scale is None else tensor_scale[:1]  # the same for all rows
+    return torch.cat([_best_of_grid(values[i : i + step], absmax[i : i + step], format, weight, unit) for i in starts])
 
 
-def _best_of_grid(values: Tensor, absmax: Tensor, format: Format, weight: Tensor) -> Tensor:
+def _best_of_grid(
+    values: Tensor, absmax: Tensor, format: Format, weight: Tensor, tensor_scale: Tensor | None
+) -> Tensor:
     visible = visible_format(format)
     levels = torch.tensor(visible.levels, dtype=torch.float32)
     best, least = torch.zeros_like(absmax), torch.full_like(absmax, torch.inf)
     for fraction in GRID:
-        scale = codec.scale_for(absmax * fraction, format)
+        scale = codec.scale_for(absmax * fraction, format, tensor_scale)
         divisor = codec._spread(torch.where(scale > 0, scale, 1.0), values.shape[1], format)
         squares = (_on_grid(values / divisor, levels, visible) * divisor - values).square_() * weight
         if format.granularity == "tensor":
@@ -201,28 +206,33 @@ def _on_grid(t: Tensor, levels: Tensor, format: Format) -> Tensor:
 
 
 def _repaired(values: Tensor, scale: Tensor, format: Format, moment: Tensor) -> Tensor:
-    """Values that round to the codes of GPTQ: on the visible grid, column by column."""
+    """Values that round to the codes of GPTQ: on the visible grid, input by input, the strongest first."""
     visible = visible_format(format)
+    order = moment.diagonal().argsort(descending=True, stable=True)
+    upper = _repairs(moment[order][:, order])
+    levels = torch.tensor(visible.levels, dtype=torch.float32)
+    spread = codec._spread(torch.where(scale > 0, scale, 1.0), values.shape[1], visible).expand(values.shape)
+    # Inputs as rows: each is worked on as one stretch of memory.
+    left, spread = values.T[order].contiguous(), spread.T[order].contiguous()
+    result = torch.empty_like(left)
+    for start in range(0, len(left), _COLUMNS):
+        stop = min(start + _COLUMNS, len(left))
+        errors = torch.empty_like(left[start:stop])
+        for j in range(start, stop):
+            result[j] = _on_grid(left[j] / spread[j], levels, visible) * spread[j]
+            errors[j - start] = (left[j] - result[j]) / upper[j, j]
+            left[j:stop].addr_(upper[j, j:stop], errors[j - start], alpha=-1.0)
+        left[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1.0)
+    return result[order.argsort()].T
+
+
+def _repairs(moment: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse of the damped second moment: row j says who repairs input j's error."""
     moment = moment.clone()
-    dead = moment.diagonal() == 0
-    moment.diagonal()[dead] = 1.0
+    moment.diagonal()[moment.diagonal() == 0] = 1.0  # an input that was always zero
     moment.diagonal().add_(DAMPING * moment.diagonal().mean())
     lower = torch.linalg.cholesky(moment.double())
-    upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()
-    spread = codec._spread(torch.where(scale > 0, scale, 1.0), values.shape[1], visible).expand(values.shape)
-    levels = torch.tensor(visible.levels, dtype=torch.float32)
-    left, result = values.clone(), torch.empty_like(values)
-    for start in range(0, values.shape[1], _COLUMNS):
-        stop = min(start + _COLUMNS, values.shape[1])
-        block, errors = left[:, start:stop], torch.empty(len(values), stop - start)
-        for j in range(stop - start):
-            column = block[:, j]
-            t = column / spread[:, start + j]
-            result[:, start + j] = _on_grid(t, levels, visible) * spread[:, start + j]
-            errors[:, j] = (column - result[:, start + j]) / upper[start + j, start + j]
-            block[:, j:].addr_(errors[:, j], upper[start + j, start + j : stop], alpha=-1.0)
-        left[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1.0)
-    return result
+    return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()
 
 
 def _residues(values: Tensor, parts: codec.Parts, format: Format, scale: Tensor) -> codec.Parts:

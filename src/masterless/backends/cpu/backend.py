@@ -69,6 +69,7 @@ def _format_fields(format: Format) -> dict[str, Any]:
         "is_signed": format.signed,
         "scale_kind": known.scale_kinds[format.scale],
         "per_tensor": format.granularity == "tensor",
+        "adjacent": format.adjacent,
         "low_rank": LOG_LOW_RANK.get(format.bits, 0),
     }
     if format.kind == "codebook":
@@ -165,9 +166,10 @@ class CpuBackend:
     def join(self, prepared: Sequence[Prepared]) -> Prepared:
         """The records side by side."""
         starts = np.cumsum([0, *(len(part.tasks) for part in prepared)])
+        # As bytes: numpy would pack records with gaps between fields more tightly than the kernel reads them.
+        records = np.concatenate([part.records.view(np.uint8) for part in prepared]).view(interface().task)
         return Prepared(
-            # As bytes: of records numpy would make a layout of its own.
-            np.concatenate([part.records.view(np.uint8) for part in prepared]).view(interface().task),
+            records,
             [task for part in prepared for task in part.tasks],
             [i + int(start) for part, start in zip(prepared, starts, strict=False) for i in part.shared],
             [codes for part in prepared for codes in part.codes],
