@@ -49,7 +49,7 @@ class MasterlessCallback(TrainerCallback):
                 "monitor= compares a parameter before and after optimizer.step(), and with step_in_backward=True the "
                 "steps happen elsewhere; monitor a short run with ordinary steps, which are the same to the bit"
             )
-        self.step_in_backward, self.clipping = step_in_backward, {"clip_value": clip_value, "clip_norm": clip_norm}
+        self.step_in_backward, self.clip_value, self.clip_norm = step_in_backward, clip_value, clip_norm
         self.monitor = None if monitor is None else dict(monitor)
         self.watching: Monitor | None = None
         self._stepper: BackwardStepper | None = None
@@ -61,7 +61,9 @@ class MasterlessCallback(TrainerCallback):
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # accelerate wraps it
         if self.step_in_backward:
             _refuse(args)
-            self._stepper = step_in_backward(kwargs["model"], optimizer, **self.clipping)
+            self._stepper = step_in_backward(
+                kwargs["model"], optimizer, clip_value=self.clip_value, clip_norm=self.clip_norm
+            )
         if self.monitor is not None:
             self.watching, self._logged = Monitor(optimizer, **self.monitor), 0
 
