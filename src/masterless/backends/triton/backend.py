@@ -156,7 +156,12 @@ class TritonBackend:
         step = launch.sized(step, record, interpreted)
         target = out.view(torch.uint16) if dtype == torch.bfloat16 else out
         entry.decode_kernel[(launch.places(step, record),)](
-            torch.from_numpy(record).to(device), target, step, visible, dtype == torch.bfloat16, enable_fp_fusion=False
+            torch.from_numpy(record).to(device),
+            target,
+            step,
+            visible and not storage.format.shown,
+            dtype == torch.bfloat16,
+            enable_fp_fusion=False,
         )
         return out
 
