@@ -23,6 +23,7 @@ except ImportError:
 import masterless
 from masterless.lab.commands.bench import bench
 from masterless.lab.commands.compare import compare
+from masterless.lab.commands.doctor import doctor
 from masterless.lab.commands.export import export
 from masterless.lab.commands.formats import formats
 from masterless.lab.commands.plan import plan
@@ -83,7 +84,7 @@ def _options(
     pass
 
 
-for _command in (train, compare, stall, formats, plan, profile, bench, export):
+for _command in (train, compare, stall, formats, plan, profile, bench, export, doctor):
     app.command()(_command)
 
 

@@ -14,7 +14,7 @@ import difflib
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +26,7 @@ from masterless.formats.layout import is_matrix_like
 from masterless.formats.rounding import check_rounding, of_signed
 from masterless.formats.scaling import POLICIES
 from masterless.formats.storage import COUNTERS, Storage, predicted_bytes, refuse_leftovers, state_key, tensor_specs
-from masterless.optim import resets, state_dict, units
+from masterless.optim import compiled, resets, state_dict, units
 from masterless.optim.options import COMMON_DEFAULTS, REFUSED, refuse
 from masterless.optim.plan import PLAIN, Member, StepPlan
 from masterless.optim.state_dict import prepare_for_load
@@ -70,6 +70,7 @@ class LowBitOptimizer(Optimizer):
         self.nonfinite_counts = {}
         self.reset_counts = {}
         self.plan = self.new_plan()
+        self.number, self.turns = compiled.enlist(self), torch.zeros((), dtype=torch.int64)
         defaults = {**COMMON_DEFAULTS, **defaults, "masterless_version": state_dict.VERSION}
         self._check_group(dict(defaults))  # a copy: what "auto" resolves to is each group's own affair
         super().__init__(params, defaults)
@@ -313,6 +314,16 @@ class LowBitOptimizer(Optimizer):
             self.step_parameters(members)
         return loss
 
+    def step_on(self, grads: Sequence[Tensor | None]) -> None:
+        """Performs one step on these gradients, one for each parameter in order; `.grad` is neither read nor written.
+
+        The same step as `step`, as one operator of torch: a function that computes a loss, ``torch.autograd.grad`` and
+        this compiles as a whole (`masterless.optim.compiled`).
+        """
+        given = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
+        chosen = [grad for _, grad in given]
+        torch.ops.masterless.step(chosen, [i for i, _ in given], self.turns, self.number)
+
     @torch.no_grad()
     def step_parameters(self, parameters: Iterable[Member]) -> None:
         """Steps some of the parameters, given as `parameters` yields them; those without a gradient stay."""
@@ -394,6 +405,7 @@ class LowBitOptimizer(Optimizer):
         self.__dict__.setdefault("nonfinite_counts", {})
         self.__dict__.setdefault("reset_counts", {})
         self.plan = self.new_plan()
+        self.number, self.turns = compiled.enlist(self), torch.zeros((), dtype=torch.int64)
         state_dict.finish_load(self)
 
     def torch_state_dict(self) -> dict[str, Any]:

@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from masterless.formats.storage import Storage
+from masterless.formats.format import parse
+from masterless.formats.storage import Storage, tensor_specs
 from masterless.step.rules import Scalars
 from masterless.step.task import Task
 
@@ -131,8 +132,23 @@ def check_choice(choice: str) -> None:
 
 def dequantize(storage: Storage, dtype: torch.dtype) -> Tensor:
     """The dense tensor that a forward pass sees: visible codes times scales, in `dtype`."""
+    if torch.compiler.is_compiling():
+        tensors = [storage.tensors[name] for name in tensor_specs(storage.format, storage.shape)]
+        return torch.ops.masterless.dequantize(tensors, str(storage.format), list(storage.shape), dtype)
     codes = storage.tensors["codes"]
     own = _backends.get(codes.device.type)
-    if own is None or type(codes) is not Tensor or torch.compiler.is_compiling():
+    if own is None or type(codes) is not Tensor:
         own = reference()
     return own.decode(storage, dtype)
+
+
+@torch.library.custom_op("masterless::dequantize", mutates_args=())
+def _dequantize(tensors: Sequence[Tensor], format: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`dequantize` as an operator of torch, for compiled graphs: they decode with the kernels, too."""
+    named = dict(zip(tensor_specs(parse(format), shape), tensors, strict=True))
+    return dequantize(Storage(parse(format), tuple(shape), named), dtype)
+
+
+@_dequantize.register_fake
+def _(tensors: Sequence[Tensor], format: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return tensors[0].new_empty(shape, dtype=dtype)

@@ -41,7 +41,7 @@ def check() -> int:
     """Compares all cases; returns how many. Raises a `ParityError` that names those that differ."""
     if not kernels.available():
         raise ParityError(f"there is no compiled kernel to measure: {kernels.describe().reason}")
-    red = [difference for name in CASES for difference in _differences(name)]
+    red = differences()
     if red:
         raise ParityError(
             f"the compiled kernel differs from the reference, so no speed is reported: {'; '.join(red)}. "
@@ -50,29 +50,35 @@ def check() -> int:
     return len(CASES)
 
 
-def _differences(name: str) -> Iterator[str]:
+def differences(device: str = "cpu") -> list[str]:
+    """The cases in which a device's backend and the reference (on the CPU) differ, and how."""
+    return [difference for name in CASES for difference in _differences(name, device)]
+
+
+def _differences(name: str, device: str) -> Iterator[str]:
     make, options, weight = CASES[name]
-    fused, plain = (_trained(make, {**options, "backend": backend}, weight) for backend in ("auto", "reference"))
+    fused = _trained(make, options, weight, device)
+    plain = _trained(make, {**options, "backend": "reference"}, weight, "cpu")
     wrong = sum(_bytes_differ(a, b) for a, b in zip(fused, plain, strict=True))
     if wrong:
         yield f"{name}: {wrong} of {len(plain)} tensors after {STEPS} steps"
 
 
-def _trained(make: Make, options: dict[str, Any], weight: str | None) -> list[Tensor]:
+def _trained(make: Make, options: dict[str, Any], weight: str | None, device: str) -> list[Tensor]:
     """Every stored tensor after some steps."""
     generator = torch.Generator().manual_seed(5)
     parameters = []
     for shape in _SHAPES:
-        dense = torch.randn(shape, generator=generator) * 0.05
+        dense = (torch.randn(shape, generator=generator) * 0.05).to(device)
         quantized = weight is not None and is_matrix_like(shape)
         parameters.append(Parameter(ml.QuantizedTensor.from_dense(dense, weight) if quantized and weight else dense))
     optimizer = make(parameters, lr=1e-2, weight_decay=0.1, **options)
     for _ in range(STEPS):
         for p in parameters:
-            p.grad = torch.randn(p.shape, generator=generator)
+            p.grad = torch.randn(p.shape, generator=generator).to(device)
         optimizer.step()
     return [
-        tensor
+        tensor.cpu()
         for p in parameters
         for whole in (p, *moments(optimizer.state[p]))
         for tensor in stored_tensors(whole.detach())
