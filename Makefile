@@ -5,12 +5,14 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEERS  := $(VENV)/.peers
 HF     := $(VENV)/.hf
+GPU    := $(VENV)/.gpu
+DOCS   := $(VENV)/.docs
 SOURCES := $(wildcard csrc/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: setup demo test lint bench study clean help
+.PHONY: setup demo test lint bench study docs dist gpu-check clean help
 
 help:                      ## list the commands
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 $(STAMP): $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,8 +28,26 @@ $(HF): $(STAMP) constraints.txt
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[hf]'
 	touch $@
 
-test: lint $(HF) $(PEERS)  ## linters, then every test, those against Hugging Face's packages and Lightning included
+$(GPU): $(STAMP) constraints.txt
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[gpu]'
+	touch $@
+
+$(DOCS): $(STAMP) constraints.txt
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[docs]'
+	touch $@
+
+docs: $(DOCS)              ## the documentation as a site that works offline: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open build/site/index.html"
+
+dist: setup                ## sdist and wheel, each installed into an environment of its own and tried there
+	$(BIN)/python tools/check_dist.py
+
+test: lint $(HF) $(GPU) $(DOCS) $(PEERS)  ## linters, then every test, also those against other libraries and Triton
 	$(BIN)/python -m pytest
+
+gpu-check: $(GPU)          ## the GPU kernels in Triton's interpreter over many more random cases (about half an hour)
+	$(BIN)/python tests/triton_worker.py sweep 60
 
 $(PEERS): benchmarks/peers.txt | setup
 	-$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r $<   # a missing peer is reported, not fatal

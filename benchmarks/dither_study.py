@@ -49,7 +49,7 @@ def quantized(m: torch.Tensor, bits: int, kind: str, key: int) -> torch.Tensor:
     if kind == "rotated":
         return rotated(quantized(rotated(x), bits, "stochastic", key)).view_as(m)
     u = dither(key, *x.shape)
-    scale = codec.scale_for(codec.block_absmax(x, fmt), fmt)
+    scale = codec.scale_for(codec.block_peak(x, fmt), fmt)
     if kind == "stochastic":
         return codec.decode(codec.encode(x, fmt, u, scale=scale), x.shape[1], fmt).view_as(m)
     offset = (threshold(u) - 0.5) * scale.repeat_interleave(128, 1)[:, : x.shape[1]]

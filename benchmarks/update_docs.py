@@ -28,6 +28,10 @@ import staleness_study
 import study
 import tasks_study
 from jobs import load
+from recipes import analysis
+from recipes.groups import cells as recipe_cells
+from recipes.store import RESULTS as RECIPES
+from recipes.store import Store
 
 from masterless.lab.bench import report
 from masterless.optim.presets import PRESETS
@@ -106,6 +110,54 @@ for _size in ("gpt2", "odd", "moe", "short", "tiny"):
     )
 TABLES["bench-forward"] = _bench(lambda document: report.markdown(report.forward_table(document)), "forward")
 TABLES["bench-growth"] = _bench(lambda document: report.markdown(report.growth_table(document)), "growth")
+
+
+def _recipes(setting: str, group: str) -> Callable[[], str]:
+    """A table of the study of recipes, the gap to fp32 first."""
+
+    def build() -> str:
+        rows = Store(RECIPES).rows()
+        found = [s for s in analysis.summarise(recipe_cells(), rows) if (s.setting, s.group) == (setting, group)]
+        return analysis.table(found) if found else "(not run yet)"
+
+    return build
+
+
+for _setting in ("37k@20", "150k@20", "600k@20", "37k@100", "150k@100"):
+    for _group in ("candidates", "weights", "moments", "late int4", "fp32", "presets", "eco", "large", "long", "muon"):
+        name = f"recipes-{_setting.replace('@', '-')}-{_group.replace(' ', '-')}"
+        TABLES[name] = _recipes(_setting, _group)
+
+
+def presets_at_20() -> str:
+    """Every preset with its gap at 20 tokens per parameter, as far as the study of recipes has come."""
+    cells = recipe_cells()
+    found = {(s.group, s.setting, s.label): s for s in analysis.summarise(cells, Store(RECIPES).rows())}
+    settings = ("37k@20", "150k@20", "600k@20")
+    rows = [
+        f"| preset | what | bytes/param | {' | '.join(f'gap, {s}' for s in settings)} | pretrained start |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for preset in PRESETS.values():
+        gaps = []
+        for setting in settings:
+            same = [
+                found.get((c.group, setting, c.recipe.label))
+                for c in cells
+                if c.setting.name == setting
+                and c.recipe.weights == preset.weights
+                and dict(c.recipe.options) == dict(preset.options)
+            ]
+            measured = [s for s in same if s is not None and s.gap is not None and s.seeds > 1]
+            gaps.append(analysis.gap_text(max(measured, key=lambda s: s.seeds)) if measured else "-")
+        suits = "yes" if preset.from_pretrained else "no"
+        cost = f"{preset.bytes_per_parameter:.2f}"
+        rows.append(f"| `{preset.name}` | {preset.summary} | {cost} | {' | '.join(gaps)} | {suits} |")
+    return "\n".join(rows)
+
+
+TABLES["presets-at-20"] = presets_at_20
+TABLES["recipes-noise"] = lambda: analysis.noise_table(recipe_cells(), Store(RECIPES).rows())
 
 
 def pages() -> list[Path]:

@@ -25,7 +25,9 @@ extern "C" {
     ITEM(ML_LOG, log)             /* bits of the value = top - code * step */               \
     ITEM(ML_FACTORED, factored)   /* row and column means */
 
-#define ML_SCALE_KINDS(ITEM) ITEM(ML_SCALE_BF16, bf16) ITEM(ML_SCALE_FP32, fp32) ITEM(ML_SCALE_POW2, pow2)
+#define ML_SCALE_KINDS(ITEM) \
+    ITEM(ML_SCALE_BF16, bf16) ITEM(ML_SCALE_FP32, fp32) ITEM(ML_SCALE_POW2, pow2) ITEM(ML_SCALE_E8M0, e8m0) \
+    ITEM(ML_SCALE_E4M3, e4m3)
 
 #define ML_SCALE_POLICIES(ITEM) ITEM(ML_HELD, held) ITEM(ML_RECOMPUTE, recompute) ITEM(ML_FROZEN, frozen)
 
@@ -68,6 +70,7 @@ enum MlRule : int32_t { ML_RULES(ML_ENUMERATOR) };
     FIELD(int32_t, zero_code)        /* code of zero on the finest grid */                      \
     FIELD(int32_t, scale_kind)                                                                  \
     FIELD(int32_t, per_tensor)       /* one scale for everything */                             \
+    FIELD(int32_t, adjacent)         /* neighbouring codes of 4 bits share a byte */            \
     FIELD(int32_t, rounding)         /* set by the kernel, from the task */                     \
     FIELD(int32_t, exponent_bits)    /* minifloats */                                           \
     FIELD(int32_t, mantissa_bits)    /* minifloats */                                           \
@@ -79,6 +82,7 @@ enum MlRule : int32_t { ML_RULES(ML_ENUMERATOR) };
     FIELD(int64_t, hidden_row_bytes)                                                            \
     FIELD(float, limit)              /* largest magnitude of a level, on the finest grid */     \
     FIELD(float, max_level)          /* largest magnitude of a level: scale = absmax / this */  \
+    FIELD(float, negative_factor)    /* by how much more a negative number counts in an absmax */ \
     FIELD(float, overflow_level)     /* a held scale gives way above this many scales ... */    \
     FIELD(float, waste_level)        /* ... and below this many */                              \
     FIELD(float, fresh_factor)       /* and is then absmax * fresh_factor */                    \
@@ -90,7 +94,8 @@ enum MlRule : int32_t { ML_RULES(ML_ENUMERATOR) };
     FIELD(uint8_t*, codes)                                                                      \
     FIELD(uint8_t*, hidden_codes)                                                               \
     FIELD(void*, values)             /* plain values, or the master copy of a weight */         \
-    FIELD(void*, scale)              /* bf16 or fp32 */                                         \
+    FIELD(void*, scale)              /* bf16, fp32, or bytes (e8m0, e4m3) */                    \
+    FIELD(const float*, tensor_scale)       /* e4m3: the unit of the scales, of every row */    \
     FIELD(int16_t*, top)             /* log: the upper half of a float */                       \
     FIELD(int16_t*, step)            /* log */                                                  \
     FIELD(float*, row)               /* factored */                                             \

@@ -80,20 +80,11 @@ inline void for_each_block(const Span& span, int64_t block_length, F&& f) {
 
 // --- metadata -----------------------------------------------------------------------------------------------
 
-inline Metadata read_metadata(const MlStorage& s, int64_t index) {
-    Metadata block;
-    if (s.kind == ML_LOG)
-        block.log = read_log_block(s, index);
-    else
-        block.scale = read_scale(s, index);
-    return block;
-}
-
-inline void write_metadata(const MlStorage& s, int64_t index, const Metadata& block) {
+inline void write_metadata(const MlStorage& s, int64_t row, int64_t index, const Metadata& block) {
     if (s.kind == ML_LOG)
         write_log_block(s, index, block.log);
     else
-        write_scale(s, index, block.scale);
+        write_scale(s, row, index, block.scale);
 }
 
 // The blocks of a span, as many at a time as a vector has lanes: `look(e, length, k)` sees each, then `finish(first, count)`
@@ -115,7 +106,7 @@ template <class Choose>
 inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, Metadata* blocks, Choose&& choose) {
     vf peaks{};
     for_blocks_together(
-        span, s.block, [&](int e, int length, int k) { peaks[k] = absmax(x + e, length); },
+        span, s.block, [&](int e, int length, int k) { peaks[k] = block_peak(s, x + e, length); },
         [&](int first, int count) {
             const vf scales = choose(peaks, first, count);
             for (int k = 0; k < count; ++k) blocks[first + k] = scaled_block(s, scales[k], peaks[k]);
@@ -125,7 +116,9 @@ inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, M
 // New metadata for whole blocks.
 inline void fresh_blocks(const MlStorage& s, const Span& span, const float* x, Metadata* blocks) {
     if (s.kind != ML_LOG)
-        return scale_blocks(s, span, x, blocks, [&](vf peaks, int, int) { return scale_for(s, peaks); });
+        return scale_blocks(s, span, x, blocks, [&](vf peaks, int, int) {
+            return scale_for(s, peaks, scale_unit(s, span.row));
+        });
     vi tops{}, lows{}, zeros{};
     for_blocks_together(
         span, s.block,
@@ -147,14 +140,15 @@ class Summary {
 
     void add(const float* x, int n) {
         if (storage_.kind == ML_LOG) return log_.add(x, n);
-        const float piece = absmax(x, n);
+        const float piece = block_peak(storage_, x, n);
         absmax_ = piece > absmax_ ? piece : absmax_;
     }
 
     float largest() const { return absmax_; }
 
     Metadata fresh() const {
-        if (storage_.kind != ML_LOG) return scaled_block(storage_, scale_for(storage_, splat(absmax_))[0], absmax_);
+        // Blocks that long have no tensor scale: their unit is one.
+        if (storage_.kind != ML_LOG) return scaled_block(storage_, scale_for(storage_, splat(absmax_), 1.0f)[0], absmax_);
         Metadata block;
         block.log = LogBlocks(storage_, splat(log_.top()), splat(log_.low(storage_)), splat(log_.zeros()))[0];
         return block;
@@ -200,7 +194,7 @@ inline void encode_bf16(uint16_t* out, const float* x, int n, const float* thres
 
 // Codes that a table can decode without unpacking: its lookup takes no notice of what stands above a code.
 inline bool decodes_packed(const MlStorage& s, const Span& span) {
-    return (s.bits == 2 || s.bits == 4) && s.bits <= kTableBits && !s.hidden && s.block >= kChunk &&
+    return (s.bits == 2 || s.bits == 4) && s.bits <= kTableBits && !s.hidden && !s.adjacent && s.block >= kChunk &&
            span.n % kChunk == 0;
 }
 
@@ -234,7 +228,7 @@ inline void decode_scaled(const Grid& grid, const MlStorage& s, const Span& span
     const int64_t first = metadata_index(s, span);
     const int hidden = s.hidden, bits = s.bits;
     for_each_run(span, s.block, [&](int e, int length, int block) {
-        const float scale = read_scale(s, first + block) * (1.0f / (float)(1 << hidden));
+        const float scale = read_scale(s, span.row, first + block) * (1.0f / (float)(1 << hidden));
         if (!hidden)
             return decode_run(codes, e, length, bits, out, [&](vi code) { return grid.level(code) * scale; });
         for (int i = e; i < e + length; i += kLanes) {
@@ -335,7 +329,8 @@ inline void decode(const MlStorage& s, int64_t cols, const Span& span, Codes cod
         if (codes.is_packed || is_unpacked(s, span))
             codes.visible = packed_codes(s, span);
         else
-            unpack(packed_codes(s, span), span.n, s.bits, codes.visible);
+            s.adjacent && s.bits == 4 ? unpack_pairs(packed_codes(s, span), span.n, codes.visible)
+                                      : unpack(packed_codes(s, span), span.n, s.bits, codes.visible);
         if (s.hidden) unpack(packed_hidden_codes(s, span), span.n, s.hidden, codes.hidden);
         if (s.kind == ML_LOG)
             decode_log(s, span, codes, out);
@@ -381,7 +376,9 @@ inline void encode(const MlStorage& s, int64_t cols, const Span& span, const flo
         });
     }
     if (dry) return;
-    if (!in_place) pack(codes.visible, span.n, s.bits, packed_codes(s, span));
+    if (!in_place)
+        s.adjacent && s.bits == 4 ? pack_pairs(codes.visible, span.n, packed_codes(s, span))
+                                  : pack(codes.visible, span.n, s.bits, packed_codes(s, span));
     if (s.hidden) pack(codes.hidden, span.n, s.hidden, packed_hidden_codes(s, span));
 }
 

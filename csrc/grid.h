@@ -138,6 +138,7 @@ inline void with_grid(const MlStorage& s, F&& f) {
     switch (s.exponent_bits * 100 + s.mantissa_bits * 10 + s.is_signed) {
         case 431: return f(MinifloatGrid<4, 3, true>(s));
         case 430: return f(MinifloatGrid<4, 3, false>(s));
+        case 521: return f(MinifloatGrid<5, 2, true>(s));
         case 211: return f(MinifloatGrid<2, 1, true>(s));
         case 220: return f(MinifloatGrid<2, 2, false>(s));
         default: return f(TableGrid(s));  // a minifloat without a class of its own

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "environment.h"
 #include "kernel.h"
 #include "statistics.h"
 
@@ -48,7 +49,7 @@ void set_randomness(MlTask& t) {
 
 void step_item(MlTask& t, Statistics& x, int64_t item, Workspace& work) {
     const Cut cut(t);
-    Pipeline pipeline(t, work, x.one_scale() ? &x.weight_scale : nullptr, x.row_means());
+    Pipeline pipeline(t, work, x.one_scale() ? &x.weight_scale : nullptr, x.row_means(), is_surveyed(x));
     const int64_t first = item * cut.units_per_item, last = std::min(first + cut.units_per_item, cut.units);
     int64_t bad = 0;
     for (int64_t unit = first; unit < last; ++unit) {
@@ -76,6 +77,7 @@ bool step(MlTask* tasks, int64_t count, int threads, bool only_survey) {
 
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
+        const FloatEnvironment environment;
         Workspace work;
         for (const Phase& phase : phases) {
 #pragma omp single
@@ -113,7 +115,7 @@ bool step(MlTask* tasks, int64_t count, int threads, bool only_survey) {
         x.task->bad = x.bad;
         // Only now: until here the weight was decoded under the scale it had.
         const bool moved = !only_survey && !halted && !x.stopped();
-        if (moved && x.needed() && x.one_scale()) write_metadata(x.task->weight, 0, x.weight_scale);
+        if (moved && x.needed() && x.one_scale()) write_metadata(x.task->weight, 0, 0, x.weight_scale);
     }
     return !only_survey && !halted;
 }
@@ -125,6 +127,7 @@ void square_sums(MlTask& t, double peak, int64_t count, double* row_sums, double
     std::fill(col_sums, col_sums + t.cols, 0.0);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
+        const FloatEnvironment environment;
         Workspace work;
         std::vector<double> columns((size_t)t.cols, 0.0);  // exact sums: the order of adding them up does not show
 #pragma omp for schedule(static)
@@ -152,6 +155,7 @@ void decode_all(const MlStorage& stored, int64_t rows, int64_t cols, bool visibl
     const int64_t per_row = (cols + kSpan - 1) / kSpan, units = rows * per_row;
 #pragma omp parallel num_threads(threads) if (units * kSpan > kAlone)
     {
+        const FloatEnvironment environment;
         Workspace work;
 #pragma omp for schedule(static)
         for (int64_t unit = 0; unit < units; ++unit) {

@@ -153,6 +153,20 @@ inline void pack(const uint8_t* codes, int n, int bits, uint8_t* data) {
         pack_chunk(codes + e, n - e < kChunk ? n - e : kChunk, bits, data + e / 8 * bits);
 }
 
+// Codes of 4 bits with neighbours in one byte, the first in its lower half.
+inline void unpack_pairs(const uint8_t* data, int n, uint8_t* codes) {
+    for (int i = 0; i < n / 2; ++i) {
+        codes[2 * i] = data[i] & 15;
+        codes[2 * i + 1] = (uint8_t)(data[i] >> 4);
+    }
+    if (n % 2) codes[n - 1] = data[n / 2] & 15;
+}
+
+inline void pack_pairs(const uint8_t* codes, int n, uint8_t* data) {
+    for (int i = 0; i < n / 2; ++i) data[i] = (uint8_t)((codes[2 * i] & 15) | (codes[2 * i + 1] << 4));
+    if (n % 2) data[n / 2] = codes[n - 1] & 15;
+}
+
 // Bytes that the whole chunks before element `e` (a multiple of a chunk) take.
 inline int64_t packed_offset(int64_t e, int bits) { return e / 8 * bits; }
 

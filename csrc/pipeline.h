@@ -18,7 +18,7 @@ inline namespace MASTERLESS_ISA {
 
 constexpr int kMaxSpan = 8192;  // elements in the buffers at once
 constexpr int kSpan = 1024;     // elements that are taken together when tiles are short: they stay in the L1 cache
-constexpr int kMaxBlocks = kMaxSpan / 32;
+constexpr int kMaxBlocks = kMaxSpan / 16;
 
 struct Workspace {
     // The odd sizes keep buffers from falling on the same cache sets.
@@ -48,9 +48,9 @@ class Pipeline {
     static constexpr uint32_t kLargestRoot = 0x5F7FFFFFu;  // bits of the largest float whose square is finite
 
     // `weight_scale`: the scale of a weight that has only one, once it is known. `mean_rows`: of factored second
-    // moments, the mean of the row factors of every matrix.
-    Pipeline(MlTask& task, Workspace& work, const Metadata* weight_scale, const float* mean_rows)
-        : t_(task), b_(work), weight_scale_(weight_scale), mean_rows_(mean_rows),
+    // moments, the mean of the row factors of every matrix. `surveyed`: it is known that all gradients are finite.
+    Pipeline(MlTask& task, Workspace& work, const Metadata* weight_scale, const float* mean_rows, bool surveyed = false)
+        : t_(task), b_(work), weight_scale_(weight_scale), mean_rows_(mean_rows), surveyed_(surveyed),
           has_first_(task.first.kind != ML_NONE), inject_(task.inject_error && task.first.kind != ML_NONE),
           stores_weight_(task.scale_policy != ML_FROZEN), stores_first_(has_first_ && !keeps_first(task)),
           rule_(rule_function(task)), weight_draw_(draw(task.weight, work.weight_thresholds)),
@@ -84,7 +84,14 @@ class Pipeline {
     // The gradient as stored; false if an element or its square is not finite.
     bool load_gradient(const Span& s) {
         const int64_t at = s.row * t_.cols + s.col;
-        g_ = b_.g;
+        g_ = b_.g, narrow_g_ = nullptr;
+        if (surveyed_ && s.n % kLanes == 0) {  // nothing to look at: the rule reads it where it lies
+            if (t_.grad_is_bf16)
+                narrow_g_ = (const uint16_t*)t_.grad + at;
+            else
+                g_ = (const float*)t_.grad + at;
+            return true;
+        }
         if (t_.grad_is_bf16) {
             if (s.n % kLanes == 0) return widen_gradient((const uint16_t*)t_.grad + at, s.n);
             widen_floats(b_.g, (const uint16_t*)t_.grad + at, s.n);
@@ -128,7 +135,7 @@ class Pipeline {
         if (!in_place) decode_weight(s);
         if (has_first_) decode(t_.first, t_.cols, s, b_.codes(), b_.m);
         decode_second(s);
-        const TileBuffers buffers{g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr, weight_draw_, first_draw_, second_draw_,
+        const TileBuffers buffers{g_, narrow_g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr, weight_draw_, first_draw_, second_draw_,
                                   after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, kLanes), after(s, t_.weight, kLanes),
                                   after(s, t_.first, kChunk), after(s, t_.second, kChunk)};
         const bool finite = rule_(t_, s.n, s.chunk, buffers);
@@ -202,7 +209,7 @@ class Pipeline {
         encode(weight, t_.cols, s, w_, weight_draw_.thresholds, blocks, b_.codes(), inject, dry);
         if (is_scaled(weight) && !known) {
             const int64_t first = metadata_index(weight, s);
-            for_each_block(s, weight.block, [&](int, int, int k) { write_metadata(weight, first + k, blocks[k]); });
+            for_each_block(s, weight.block, [&](int, int, int k) { write_metadata(weight, s.row, first + k, blocks[k]); });
         }
         for (int e = s.n; inject && e % kLanes; ++e) b_.m[e] = 0.0f;
         if (inject && t_.first.kind == ML_FLOAT32) saturate(b_.m, s.n);
@@ -221,8 +228,8 @@ class Pipeline {
         const int64_t first = metadata_index(weight, s);
         scale_blocks(weight, s, b_.w, b_.blocks, [&](vf peaks, int at, int count) {
             vf held{};
-            for (int k = 0; k < count; ++k) held[k] = read_scale(weight, first + at + k);
-            return next_scale(weight, t_.scale_policy, peaks, held);
+            for (int k = 0; k < count; ++k) held[k] = read_scale(weight, s.row, first + at + k);
+            return next_scale(weight, t_.scale_policy, peaks, held, scale_unit(weight, s.row));
         });
         return b_.blocks;
     }
@@ -233,7 +240,8 @@ class Pipeline {
         if (!known && is_scaled(moment)) {
             const int64_t first = metadata_index(moment, s);
             fresh_blocks(moment, s, x, b_.blocks);
-            for_each_block(s, moment.block, [&](int, int, int k) { write_metadata(moment, first + k, b_.blocks[k]); });
+            for_each_block(s, moment.block,
+                           [&](int, int, int k) { write_metadata(moment, s.row, first + k, b_.blocks[k]); });
             blocks = b_.blocks;
         }
         encode(moment, t_.cols, s, x, thresholds, blocks, b_.codes());
@@ -262,8 +270,8 @@ class Pipeline {
                 summary.add(b_.w, s.n);
             });
             if (bad) return bad;
-            const float held = read_scale(t_.weight, row * t_.weight.blocks_per_row);
-            weight.scale = next_scale(t_.weight, t_.scale_policy, summary.largest(), held);
+            const float held = read_scale(t_.weight, row, row * t_.weight.blocks_per_row);
+            weight.scale = next_scale(t_.weight, t_.scale_policy, summary.largest(), held, 1.0f);
             known.weight = &weight;
         }
         if (is_long(t_.first) || is_long(t_.second)) {
@@ -281,9 +289,9 @@ class Pipeline {
         }
         for_each_part(row, col, n, [&](const Span& s) { retarget(s), finish(s, known); });
         // Written last: until here the row was decoded under the metadata it had.
-        if (known.weight == &weight) write_metadata(t_.weight, row, weight);
-        if (known.first && stores_first_) write_metadata(t_.first, row, first);
-        if (known.second) write_metadata(t_.second, row, second);
+        if (known.weight == &weight) write_metadata(t_.weight, row, row, weight);
+        if (known.first && stores_first_) write_metadata(t_.first, row, row, first);
+        if (known.second) write_metadata(t_.second, row, row, second);
         return 0;
     }
 
@@ -299,10 +307,12 @@ class Pipeline {
     MlTask& t_;
     Workspace& b_;
     const float* g_ = nullptr;  // the loaded gradient and the target: in the workspace, or where they are stored
+    const uint16_t* narrow_g_ = nullptr;  // of a bf16 gradient that is read there, instead of g_
     float* w_ = nullptr;
     uint32_t largest_ = 0;  // float bits of the loaded gradient's largest magnitude
     const Metadata* weight_scale_;
     const float* mean_rows_;
+    const bool surveyed_;
     const bool has_first_, inject_;
     const bool stores_weight_, stores_first_;
     const RuleFunction rule_;

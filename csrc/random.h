@@ -10,7 +10,7 @@ namespace masterless {
 inline namespace MASTERLESS_ISA {
 
 constexpr int kChunk = 128;  // elements packed together, and numbered together by the random bits
-constexpr uint32_t kWeyl = 0x9E3779B9u;
+constexpr uint32_t kWeyl = 0x18701E9Bu, kMultiplier = 0xCDF7CC2Bu;
 
 // 32 random bits an element, of which the upper 16 are used, kLanes elements of a chunk after the other.
 class ChunkRandom {
@@ -27,7 +27,7 @@ class ChunkRandom {
     vu next() {
         const vu x = counter_;
         counter_ += kLanes * kWeyl;
-        return (x ^ (x >> 16)) * 0x85EBCA6Bu + offset_;
+        return (x ^ (x >> 12)) * kMultiplier + offset_;
     }
 
   private:

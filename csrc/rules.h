@@ -183,6 +183,7 @@ struct Upcoming {
 
 struct TileBuffers {
     const float* g;
+    const uint16_t* narrow_g;  // bf16, in its place
     float *w, *m, *v, *backup;
     Draw weight, first, second;
     Upcoming next_gradient, next_weight, next_first, next_second;
@@ -212,7 +213,8 @@ bool apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& bu
             next_gradient.ask_for_more();
             next_weight.ask_for_more();
             const vf w = load<vf>(b.w + e);
-            const vf g = descent_gradient(load<vf>(b.g + e), w, sign, has_l2, c.l2);
+            const vf stored = b.narrow_g ? load_bf16(b.narrow_g + e) : load<vf>(b.g + e);
+            const vf g = descent_gradient(stored, w, sign, has_l2, c.l2);
             const SecondMoment second{Rule::kSecond ? load<vf>(b.v + e) : vf{}, kFactored, c};
             const Update u = Rule::template step<kFirst>(g, kFirst ? load<vf>(b.m + e) : vf{}, second, c);
             const vf moved = kDenominator ? quotient(u.direction, u.denominator, c) : u.direction;

@@ -11,39 +11,66 @@ inline namespace MASTERLESS_ISA {
 
 constexpr uint32_t kBf16Max = 0x7F7F0000u;  // bits of the largest finite bf16
 
-inline float read_scale(const MlStorage& s, int64_t index) {
+constexpr uint32_t kSmallestE8m0 = 0x400000u;  // bits of 2^-127
+constexpr float kE4m3Largest = 448.0f, kE4m3Normal = 0x1p-6f, kE4m3Step = 0x1p-9f;
+constexpr uint32_t kE4m3Shift = (127 - 7) << 3;  // between the upper bits of a float and those of an E4M3 number
+
+// What the scales of a row are in units of.
+inline float scale_unit(const MlStorage& s, int64_t row) { return s.tensor_scale ? s.tensor_scale[row] : 1.0f; }
+
+inline float read_scale(const MlStorage& s, int64_t row, int64_t index) {
     if (s.scale_kind == ML_SCALE_FP32) return ((const float*)s.scale)[index];
-    return from_bits((uint32_t)((const uint16_t*)s.scale)[index] << 16);
+    if (s.scale_kind < ML_SCALE_E8M0) return from_bits((uint32_t)((const uint16_t*)s.scale)[index] << 16);
+    const uint32_t code = ((const uint8_t*)s.scale)[index];
+    if (s.scale_kind == ML_SCALE_E8M0) return from_bits(code ? code << 23 : kSmallestE8m0);
+    return (code < 8 ? (float)code * kE4m3Step : from_bits((code + kE4m3Shift) << 20)) * scale_unit(s, row);
 }
 
-inline void write_scale(const MlStorage& s, int64_t index, float scale) {
-    if (s.scale_kind == ML_SCALE_FP32)
+inline void write_scale(const MlStorage& s, int64_t row, int64_t index, float scale) {
+    if (s.scale_kind == ML_SCALE_FP32) {
         ((float*)s.scale)[index] = scale;
-    else
+    } else if (s.scale_kind < ML_SCALE_E8M0) {
         ((uint16_t*)s.scale)[index] = (uint16_t)(bits(scale) >> 16);
+    } else if (s.scale_kind == ML_SCALE_E8M0) {
+        ((uint8_t*)s.scale)[index] = (uint8_t)(bits(scale) >> 23);
+    } else {
+        const float q = scale / scale_unit(s, row);
+        ((uint8_t*)s.scale)[index] = (uint8_t)(q < kE4m3Normal ? (uint32_t)(q / kE4m3Step) : (bits(q) >> 20) - kE4m3Shift);
+    }
 }
 
-// The smallest number of the scale's kind that is not below `scale` and does not overflow.
-inline vf round_scale_up(const MlStorage& s, vf scale) {
+inline vf round_e4m3_up(vf scale, float unit) {
+    const vf q = select(scale > 0.0f, max(scale / unit, splat(kE4m3Step)), vf{});
+    const vf normal = from_bits((bits(q) + 0xFFFFF) & ~0xFFFFF);
+    const vf small = (splat(kShift) - shifted_floor(q / -kE4m3Step, splat(kShift))) * kE4m3Step;
+    return min(select(q < kE4m3Normal, small, normal), splat(kE4m3Largest)) * unit;
+}
+
+// The smallest number of the scale's kind (in the row's unit) that is not below `scale` and does not overflow.
+inline vf round_scale_up(const MlStorage& s, vf scale, float unit) {
+    if (s.scale_kind == ML_SCALE_E4M3) return round_e4m3_up(scale, unit);
     const int32_t low = s.scale_kind == ML_SCALE_BF16 ? 0xFFFF : s.scale_kind == ML_SCALE_FP32 ? 0x3FF : 0x7FFFFF;
-    return min(from_bits((bits(scale) + low) & ~low), splat(s.scale_limit));
+    vi rounded = (bits(scale) + low) & ~low;
+    if (s.scale_kind == ML_SCALE_E8M0)
+        rounded = select(bits(scale) <= (int32_t)kSmallestE8m0, splat((int32_t)kSmallestE8m0), rounded);
+    return min(from_bits(rounded), splat(s.scale_limit));
 }
 
-inline vf scale_for(const MlStorage& s, vf absmax) {
+inline vf scale_for(const MlStorage& s, vf absmax, float unit) {
     const vf scale = absmax / s.max_level;
-    return round_scale_up(s, select((absmax > 0.0f) & (scale == 0.0f), splat(from_bits(1u)), scale));
+    return round_scale_up(s, select((absmax > 0.0f) & (scale == 0.0f), splat(from_bits(1u)), scale), unit);
 }
 
 // The scale of a weight block under a policy of `scaling.py`.
-inline vf next_scale(const MlStorage& s, int32_t policy, vf absmax, vf held) {
+inline vf next_scale(const MlStorage& s, int32_t policy, vf absmax, vf held, float unit) {
     if (policy == ML_FROZEN) return held;
-    if (policy == ML_RECOMPUTE) return scale_for(s, absmax);
+    if (policy == ML_RECOMPUTE) return scale_for(s, absmax, unit);
     const vi overflows = absmax > held * s.overflow_level, wastes = absmax < held * s.waste_level;
-    return select(overflows | wastes, round_scale_up(s, absmax * s.fresh_factor), held);
+    return select(overflows | wastes, round_scale_up(s, absmax * s.fresh_factor, unit), held);
 }
 
-inline float next_scale(const MlStorage& s, int32_t policy, float absmax, float held) {
-    return next_scale(s, policy, splat(absmax), splat(held))[0];
+inline float next_scale(const MlStorage& s, int32_t policy, float absmax, float held, float unit) {
+    return next_scale(s, policy, splat(absmax), splat(held), unit)[0];
 }
 
 // The largest magnitude of n numbers, which zeros follow up to a whole vector.
@@ -56,6 +83,17 @@ inline float absmax(const float* x, int n) {
     }
     if (e < n) even = max(even, magnitude(load<vf>(x + e)));
     return horizontal_max(max(even, odd));
+}
+
+// The same as a block's scale needs it: a negative number counts for more where the levels do not reach as far there.
+inline float block_peak(const MlStorage& s, const float* x, int n) {
+    if (s.negative_factor == 1.0f) return absmax(x, n);
+    vf peak{};
+    for (int e = 0; e < n; e += kLanes) {
+        const vf number = load<vf>(x + e), size = magnitude(number);
+        peak = max(peak, select(number < 0.0f, size * s.negative_factor, size));
+    }
+    return horizontal_max(peak);
 }
 
 // x / scale * 2^shift, correctly rounded, without dividing.

@@ -304,14 +304,14 @@ inline void target_peak(Statistics& x, int64_t item, Workspace& work) {
     x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
         p.load_gradient(s);
         if (!p.target(s)) x.bad += p.count_lost(s.n);
-        x.target_peak.raise(absmax(work.w, s.n));
+        x.target_peak.raise(block_peak(x.task->weight, work.w, s.n));
     });
 }
 
 inline void one_scale_close(Statistics& x) {
     const MlStorage& weight = x.task->weight;
     x.weight_scale.scale =
-        next_scale(weight, x.task->scale_policy, x.target_peak.value(), read_scale(weight, 0));
+        next_scale(weight, x.task->scale_policy, x.target_peak.value(), read_scale(weight, 0, 0), 1.0f);
 }
 
 inline bool is_factored(const Statistics& x) { return x.needed() && x.factored(); }

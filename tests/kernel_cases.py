@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from masterless.step.reference import Task
 from masterless.step.rules import RULES
 
 WEIGHTS = [n for n in names() if parse(n).signed and parse(n).kind not in ("none", "factored")]
-FIRSTS = [n for n in WEIGHTS if not parse(n).hidden] + ["none"]
+FIRSTS = [n for n in WEIGHTS if not parse(n).hidden and not parse(n).two_level] + ["none"]
 SECONDS = [
     n
     for n in names()
@@ -205,8 +205,8 @@ def step_on_the_kernel(tasks: Sequence[Task]) -> list[int]:
         return cpu.step(cpu.prepare(tasks), turn_of(tasks)).bad.tolist()
 
 
-def check(cases: Sequence[Case]) -> None:
-    """Runs all cases for some steps on the reference and on the kernel, and asserts that every byte agrees."""
+def check(cases: Sequence[Case], perform: Callable[[Sequence[Task]], list[int]] = step_on_the_kernel) -> None:
+    """Runs all cases for some steps on the reference and on a kernel, and asserts that every byte agrees."""
     expected = [build(case) for case in cases]
     actual = [copy(task) for task in expected]
     generators = [case.generator() for case in cases]
@@ -215,7 +215,7 @@ def check(cases: Sequence[Case]) -> None:
         expected = [at_step(t, c, step, g) for t, c, g in zip(expected, cases, grads, strict=True)]
         actual = [at_step(t, c, step, g) for t, c, g in zip(actual, cases, grads, strict=True)]
         counts = [reference.step(task) for task in expected]
-        assert step_on_the_kernel(actual) == counts
+        assert perform(actual) == counts
         for case, right, left in zip(cases, expected, actual, strict=True):
             assert not differences(right, left), f"step {step} of {case}: {differences(right, left)}"
 
@@ -225,10 +225,10 @@ def random_case(rng: random.Random) -> Case:
 
     def variant(name: str, *granularities: str) -> str:
         fmt = parse(name)
-        if not fmt.scaled:
+        if not fmt.scaled or fmt.fixed:
             return name
         granularity = rng.choice(["", "", "", ":32", ":64", ":256", ":1024", ":row", *granularities])
-        scale = rng.choice(["", "", ":fp32", ":pow2"]) if fmt.kind != "log" else ""
+        scale = rng.choice(["", "", ":fp32", ":pow2", ":e8m0"]) if fmt.kind != "log" else ""
         return name + granularity + scale
 
     first, rule = rng.choice(FIRSTS), rng.choice(list(RULES))

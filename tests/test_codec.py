@@ -5,6 +5,7 @@ The logarithmic code has a file of its own, `test_log_code.py`.
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from masterless.formats import MASTER, SCALE_BITS, Format, codec, names, parse
+from masterless.formats.format import Granularity
 from masterless.formats.packing import unpack
 from masterless.formats.rounding import dither
 
@@ -25,13 +27,18 @@ ALL_DITHERS = torch.arange(2**16, dtype=torch.int32).view(1, -1)
 TINY, HUGE = 2.0**-149, torch.finfo(torch.float32).max
 
 
+def with_scale(name: str, granularity: Granularity, kind: str = "bf16") -> Format:
+    """Any family with any block and scale, those that a specification fixes included: the codec does not mind."""
+    return replace(parse(name), granularity=granularity, scale=kind)
+
+
 def one_scale(name: str, kind: str = "bf16") -> Format:
-    return parse(f"{name}:row:{kind}")
+    return with_scale(name, "row", kind)
 
 
 def codes_of(parts: codec.Parts, cols: int, fmt: Format) -> Tensor:
     """The codes on the finest grid, int32."""
-    codes = unpack(parts["codes"], cols, fmt.bits)
+    codes = unpack(parts["codes"], cols, fmt.bits, fmt.adjacent)
     return codes if not fmt.fine_bits else (codes << fmt.fine_bits) + unpack(parts["hidden"], cols, fmt.fine_bits)
 
 
@@ -87,7 +94,7 @@ def test_a_decoded_tensor_encodes_to_the_very_same_bytes(name, rows, cols, seed,
     values = codec.decode(first, cols, fmt)
     for key in range(5):
         u = dither(key, rows, cols) if stochastic else None
-        again = codec.encode(values, fmt, u, scale=first["scale"].float())
+        again = codec.encode(values, fmt, u, scale=codec.read_scale(first, fmt), tensor_scale=first.get("tensor_scale"))
         assert all(torch.equal(again[part], first[part]) for part in first)
 
 
@@ -139,7 +146,7 @@ def test_nearest_under_any_scale(name, kind):
     x = torch.randn(4, 500, generator=torch.Generator().manual_seed(2)) * torch.tensor([[1e-30], [1e-3], [1], [1e30]])
     x = x if fmt.signed else x.abs()
     parts = codec.encode(x, fmt)
-    scale = parts["scale"].double()
+    scale = codec.read_scale(parts, fmt).double()
     decoded = codec.decode(parts, 500, fmt).double()
     error = (decoded - x.double()).abs()
     levels = levels_of(fmt).double()
@@ -216,7 +223,7 @@ def test_the_result_is_always_a_neighbour(name, values, seed):
     x = torch.tensor([values], dtype=torch.float32)
     x = x if fmt.signed else x.abs()
     parts = codec.encode(x, fmt, dither(seed, 1, x.shape[1]))
-    scale = parts["scale"].float().repeat_interleave(128, 1)[:, : x.shape[1]]
+    scale = codec.read_scale(parts, fmt).repeat_interleave(fmt.granularity, 1)[:, : x.shape[1]]
     levels = levels_of(fmt)
     t = (x / torch.where(scale > 0, scale, 1.0))[0]
     index = (torch.searchsorted(levels, t, right=True) - 1).clamp(0, len(levels) - 2)
@@ -232,7 +239,7 @@ def test_the_result_is_always_a_neighbour(name, values, seed):
 @pytest.mark.parametrize("kind", SCALE_BITS)
 @pytest.mark.parametrize("name", SCALED)
 def test_scales_are_rounded_up_and_no_further_than_to_the_next(name, kind):
-    fmt = parse(f"{name}:{kind}")
+    fmt = with_scale(name, 128, kind)
     generator = torch.Generator().manual_seed(3)
     mantissa = 1 + torch.rand(4000, generator=generator)
     absmax = mantissa * torch.exp2(torch.randint(-100, 120, (4000,), generator=generator).float())
@@ -240,10 +247,10 @@ def test_scales_are_rounded_up_and_no_further_than_to_the_next(name, kind):
     top = scale.double() * fmt.max_level
     # fp32: the quotient absmax / max_level is rounded to nearest, so the top may miss by half an ulp
     assert (top >= absmax.double() * (1 - (2.0**-24 if kind == "fp32" else 0.0))).all()
-    step = {"fp32": 2.0**-13, "bf16": 2.0**-7, "pow2": 1.0}[kind]  # fp32: 14 significant bits are kept
+    step = {"fp32": 2.0**-13, "bf16": 2.0**-7, "pow2": 1.0, "e8m0": 1.0}[kind]  # fp32: 14 significant bits are kept
     assert (top < absmax.double() * (1 + step)).all()
     assert torch.equal(scale if kind == "fp32" else scale.bfloat16().float(), scale)
-    if kind == "pow2":
+    if kind in ("pow2", "e8m0"):
         assert (torch.frexp(scale).mantissa == 0.5).all()
 
 
@@ -257,7 +264,7 @@ def test_huge_values_stay_finite_and_large(name, kind):
     """
     fmt = one_scale(name, kind)
     x = torch.tensor([[3e38, 1e38, HUGE, 0.0]])
-    lost = {"fp32": 2.0**-20, "bf16": 2.0**-7, "pow2": 0.5}[kind]
+    lost = {"fp32": 2.0**-20, "bf16": 2.0**-7, "pow2": 0.5, "e8m0": 0.5}[kind]
     gap = (fmt.levels[-1] - fmt.levels[-2]) / fmt.max_level
     for u in (None, dither(1, 1, 4)):
         values = codec.decode(codec.encode(x, fmt, u), 4, fmt)
@@ -272,7 +279,7 @@ def test_zeros_are_exact_zeros(name):
     for u in (None, dither(1, 2, 200)):
         parts = codec.encode(torch.zeros(2, 200), fmt, u)
         assert (codec.decode(parts, 200, fmt) == 0).all()
-        assert (parts["scale"] == 0).all()
+        assert (parts["scale"] == 0).all()  # also of the kinds that are bytes: the smallest, if they have no zero
         mixed = torch.zeros(2, 200)
         mixed[:, 7] = 3.0
         decoded = codec.decode(codec.encode(mixed, fmt, u), 200, fmt)
@@ -287,7 +294,10 @@ def test_constant_blocks_decode_to_one_value_within_half_a_gap(name, value):
     decoded = codec.decode(codec.encode(torch.full((1, 130), value), fmt), 130, fmt)
     assert len(decoded.unique()) == 1
     gap = max(b - a for a, b in itertools.pairwise(fmt.levels[-3:])) / fmt.max_level
-    # the scale is at most 2^-7 too large (its own rounding up), the value then at most half a gap off
+    if fmt.scale in ("e8m0", "e4m3"):  # a scale up to twice too large: the value lies anywhere in the upper half
+        upper = [level for level in fmt.levels if level >= fmt.max_level / 2]
+        gap = max((b - a) / a for a, b in itertools.pairwise(upper))
+    # else it is at most 2^-7 too large (its own rounding up); the value is then at most half a gap off
     assert abs(decoded[0, 0].item() / value - 1) <= gap / 2 * (1 + 2.0**-7)
 
 
@@ -303,7 +313,7 @@ def test_denormals_decode_to_finite_numbers_close_by(name):
             decoded = codec.decode(parts, length, fmt)
             assert decoded.isfinite().all()
             # a block whose scale underflows to zero loses less than half a unit of the float grid a level
-            allowed = max(largest_gap * parts["scale"].item(), fmt.max_level * TINY / 2)
+            allowed = max(largest_gap * codec.read_scale(parts, fmt).item(), fmt.max_level * TINY / 2)
             assert (decoded - x[:, :length]).abs().max().item() <= allowed
 
 
@@ -335,7 +345,7 @@ def test_an_unsigned_format_keeps_positive_denormals_positive(name):
 @pytest.mark.parametrize("block", [32, 128, 256])
 def test_blocks_and_tails_are_independent(name, block):
     """Every block of a row, the tail included, is stored as if it were alone."""
-    fmt = parse(f"{name}:{block}")
+    fmt = with_scale(name, block)
     for cols in (1, block - 1, block, block + 1, 2 * block + 5):
         x = torch.randn(2, cols, generator=torch.Generator().manual_seed(cols)).abs().pow(3)
         whole = codec.decode(codec.encode(x, fmt), cols, fmt)
@@ -343,3 +353,28 @@ def test_blocks_and_tails_are_independent(name, block):
             part = x[:, start : start + block]
             alone = codec.decode(codec.encode(part, fmt), part.shape[1], fmt)
             assert torch.equal(whole[:, start : start + block], alone)
+
+
+# --- nothing is clipped ----------------------------------------------------------------------------------------
+
+
+# (Scales of the hardware formats are powers of two or E4M3: there the largest number is between levels.)
+@pytest.mark.parametrize("name", [n for n in SCALED if parse(n).signed and parse(n).scale in ("bf16", "fp32", "pow2")])
+def test_the_largest_number_of_a_block_is_not_clipped_whatever_its_sign(name):
+    """The dynamic maps have no level at -1: a block of -1 and small numbers used to decode to -0.55 at two bits."""
+    fmt = parse(name)
+    for sign in (1.0, -1.0):
+        for size in (1.0, 3.3e-20, 7e25):
+            x = torch.full((1, 128), 0.01 * size)
+            x[0, 77] = sign * size
+            found = codec.decode(codec.encode(x, fmt), 128, fmt)[0, 77].item()
+            assert abs(found / x[0, 77].item() - 1) <= 2.0**-6, f"{x[0, 77]} became {found}"  # the scale is rounded up
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_dynamic_map_uses_all_of_its_levels_on_the_side_that_needs_them(bits):
+    fmt = parse(f"dynamic{bits}:row:fp32")
+    assert fmt.negative_factor == pytest.approx(1 / -fmt.levels[0])
+    for extreme, level in ((1.0, fmt.levels[-1]), (-1.0, fmt.levels[0])):
+        parts = codec.encode(torch.tensor([[extreme, 0.0]]), fmt)
+        assert parts["scale"].item() == pytest.approx(extreme / level, rel=2.0**-12)

@@ -37,7 +37,7 @@ def test_every_format_of_the_design_exists():
 def test_a_name_says_everything(family):
     base = parse(family)
     assert (str(base), base.family) == (family, family)
-    if not base.scaled:
+    if not base.scaled or base.fixed:
         return
     for granularity in GRANULARITIES:
         for scale in [None] if base.kind == "log" else [None, *SCALE_BITS]:
@@ -89,6 +89,10 @@ REFUSED_NAMES = [
     ("bf16:row", "bf16 has no scale", "use 'bf16'"),
     ("factored:64", "factored has no scale", "use 'factored'"),
     ("none:row", "none has no scale", "use 'none'"),
+    ("mxfp4:64", "the specification of mxfp4 fixes blocks of 32", "use 'mxfp4', or 'fp4' with the block"),
+    ("mxfp8:pow2", "the specification of mxfp8 fixes blocks of 32", "or 'fp8' with"),
+    ("nvfp4:row", "the specification of nvfp4 fixes blocks of 16", "use 'nvfp4'"),
+    ("int8:e4m3", "'e4m3' is neither", "bf16, fp32, pow2, e8m0"),
 ]
 
 
@@ -287,6 +291,10 @@ DESIGN_BITS = {
     **{f"int{b}": b + 0.125 for b in (8, 4, 3, 2)},
     **{f"dynamic{b}": b + 0.125 for b in (8, 4, 3, 2)},
     **{f"log{b}": b + 0.25 for b in (8, 4, 3, 2)},
+    "mxfp8": 8.25,
+    "mxfp8-e5m2": 8.25,
+    "mxfp4": 4.25,
+    "nvfp4": 4.5,
     "int4+4": 8.125,
     "int4+2": 6.125,
     "int4+6": 10.125,

@@ -27,6 +27,7 @@ from kernel_cases import (
 
 from masterless.backends.cpu import library as kernels
 from masterless.backends.cpu.backend import CpuBackend
+from masterless.backends.cpu.interface import interface
 from masterless.formats import parse
 from masterless.formats.rounding import ROUNDINGS
 from masterless.formats.storage import Storage
@@ -228,6 +229,16 @@ def test_a_bad_tile_keeps_every_byte_and_the_others_move():
         for name in set(new) - {"codes"}:
             block = slice(2, 4) if name == "step" else slice(1, 2)  # of one byte, or two
             assert torch.equal(old[name][0, block], new[name][0, block])
+
+
+def test_records_that_are_joined_keep_the_layout_of_the_kernel():
+    """Of concatenated records numpy makes a layout of its own, without the gaps that C leaves between fields."""
+    cases = [Case(weight="int4", shape=(5, 200)), Case(shape=(3, 128), first="int4"), Case(shape=(7,))]
+    tasks = [build(case) for case in cases]
+    cpu = CpuBackend()
+    joined = cpu.join([cpu.prepare([task]) for task in tasks])
+    assert joined.records.dtype == interface().task
+    assert joined.records.tobytes() == cpu.prepare(tasks).records.tobytes()
 
 
 def test_an_empty_list_and_empty_tensors():

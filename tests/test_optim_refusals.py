@@ -36,7 +36,7 @@ REFUSED_ARGUMENTS = [
     (ml.AdamW, {"weight_rounding": "stochastic-log"}, "weight_rounding='stochastic-log'", "not for weights", "weights"),
     (ml.AdamW, {"scale_policy": "free"}, "scale_policy='free'", "choose one of", "held, recompute"),
     (ml.AdamW, {"quantize_states": "some"}, "quantize_states='some'", "'matrices' or 'all'", "'all'"),
-    (ml.AdamW, {"nonfinite": "ignore"}, "nonfinite='ignore'", "'raise' or 'skip'", "'skip'"),
+    (ml.AdamW, {"nonfinite": "ignore"}, "nonfinite='ignore'", "'raise-now' or 'skip'", "'skip'"),
     (ml.AdamW, {"seed": -1}, "seed=-1", "non-negative", "63-bit integer"),
     (ml.AdamW, {"seed": 0.5}, "seed=0.5", "non-negative", "63-bit integer"),
     (ml.AdamW, {"backend": "cuda"}, "'cuda'", "unknown backend", "choose one of auto, reference"),

@@ -103,7 +103,7 @@ def test_gemma_3_1b_by_hand():
     elements = sum(k * a * b for (a, b), k in inner.items())
     assert elements + table + vectors == n
 
-    ours = rows["1.8-byte"]  # FP8 with a 16-bit scale a row; 1152 = 9 * 128, 1024 and 6912 are multiples too
+    ours = rows["1.8-byte"]  # INT8 with a 16-bit scale per row; 1152 = 9 * 128, 1024 and 6912 are multiples too
     assert ours.weights == elements + sum(k * 2 * a for (a, _), k in inner.items()) + 2 * (table + vectors)
     matrices = elements + table
     assert ours.states == matrices * 6 // 8 + matrices // 128 * 6 + 8 * vectors

@@ -45,7 +45,7 @@ def test_a_quantized_model_keeps_its_codes_or_the_preset_is_refused():
     model, expected = mlp("int8"), mlp("int8")
     ml.prepare(model, "1-byte")
     assert same_storage(model[0].weight, expected[0].weight)
-    for preset, wanted in (("1.8-byte", "fp8:row"), ("1-byte-int4", "int4"), ("fp32", "dense weights")):
+    for preset, wanted in (("1.3-byte", "int6"), ("1-byte-int4", "int4"), ("fp32", "dense weights")):
         with pytest.raises(
             ValueError, match=rf"already stored as 'int8:row' and preset '{preset}' is for '{wanted}'.*"
         ):

@@ -30,7 +30,7 @@ def splitmix64(z: int) -> int:
 
 
 def mix(x: int) -> int:
-    return ((x ^ (x >> 16)) * 0x85EBCA6B) & MASK32
+    return ((x ^ (x >> 12)) * 0xCDF7CC2B) & MASK32
 
 
 def dither_by_the_contract(key: int, row: int, col: int, cols: int) -> int:
@@ -38,7 +38,7 @@ def dither_by_the_contract(key: int, row: int, col: int, cols: int) -> int:
     chunk = row * -(-cols // 128) + col // 128
     word = splitmix64((key + chunk * 0x9E3779B97F4A7C15) & MASK64)  # the state advances by the golden ratio
     a, b = word & MASK32, word >> 32
-    return ((mix((a + col % 128 * 0x9E3779B9) & MASK32) + b) & MASK32) >> 16
+    return ((mix((a + col % 128 * 0x18701E9B) & MASK32) + b) & MASK32) >> 16
 
 
 def key_of(seed=0, step=1, name="w", purpose="weight"):
@@ -65,15 +65,15 @@ def test_keys_chain_splitmix_over_seed_step_parameter_and_purpose():
 
 GOLDEN_ID = 18127671354823465387
 GOLDEN = {  # seed, step, name, purpose -> key, and the bits of row 1 of [2, 130] at a few places
-    (0, 1, "layer.weight", "weight"): (0xF867D9FC8D07F0CA, [48181, 14440, 56372, 56157, 43272, 38057]),
-    (0, 2, "layer.weight", "exp_avg"): (0xF5493536CA132245, [57686, 25946, 33326, 4305, 20310, 53019]),
-    (42, 1000, "#3", "exp_avg_sq"): (0x11AD617D9ADA612C, [10813, 63840, 18313, 25204, 12689, 32381]),
-    (2**63 - 1, 10**9, "b", "exp_avg_sq"): (0x1CA8D746A3F8F9D2, [2571, 39668, 33972, 60810, 25209, 38193]),
+    (0, 1, "layer.weight", "weight"): (0xF867D9FC8D07F0CA, [33256, 14904, 14191, 8670, 3738, 60150]),
+    (0, 2, "layer.weight", "exp_avg"): (0xF5493536CA132245, [37682, 24642, 43635, 35213, 57575, 38831]),
+    (42, 1000, "#3", "exp_avg_sq"): (0x11AD617D9ADA612C, [56891, 21549, 60379, 2715, 55116, 9269]),
+    (2**63 - 1, 10**9, "b", "exp_avg_sq"): (0x1CA8D746A3F8F9D2, [29755, 27478, 36836, 2709, 23080, 47563]),
 }
 
 
 def test_golden_values():
-    """Frozen: checkpoints are promised to resume bit for bit, so these bits may never change."""
+    """Frozen since state dicts have version 2: a run is promised to resume bit for bit."""
     assert parameter_id("layer.weight") == GOLDEN_ID
     for (seed, step, name, purpose), (key, bits) in GOLDEN.items():
         assert stream_key(seed, step, parameter_id(name), purpose) == key
@@ -117,7 +117,7 @@ def test_every_element_is_exactly_uniform_over_b():
     """For any a the upper half of ``mix + b`` runs through all 2^16 values as b's upper half does: exhausted."""
     upper = torch.arange(2**16, dtype=torch.int64) << 16
     for a, element, low in itertools.product((0, 1, 0xDEADBEEF, MASK32), (0, 1, 77, 127), (0, 0x8001, 0xFFFF)):
-        mixed = mix((a + element * 0x9E3779B9) & MASK32)
+        mixed = mix((a + element * 0x18701E9B) & MASK32)
         u = ((mixed + upper + low) & MASK32) >> 16
         assert torch.equal(u.sort().values, torch.arange(2**16))
 
@@ -135,20 +135,35 @@ def test_chi_square(seed):
         assert abs(chi_square - 255) < 5 * 510**0.5
 
 
-@pytest.mark.parametrize("lag", [1, 2, 7, 16, 64, 107])
+@pytest.mark.parametrize("lag", [1, 2, 7, 16, 57, 64, 68, 107])
 def test_pairs_fill_the_square(lag):
-    """How far the joint distribution of two elements' upper 4 bits is from independent: phi below 8%.
+    """How far the joint distribution of two elements' upper 4 bits is from independent: phi below 2%.
 
     phi^2 = (chi-square - 255) / n is the squared distance; it bounds the correlation of any functions of the two.
-    A Weyl sequence through one multiplication is not a perfect generator: measured over 2^17 chunks phi is
-    7.1% at distance 107 (the worst), 4.1% at distance 1 and below 3% at all others. This states how much.
+    A Weyl sequence through one multiplication is not a perfect generator: measured, phi is 1.5% at distance 68 (the
+    worst). This states how much. (It was 7.1% before the three constants were searched for: they cost nothing.)
     """
     u = dither(key_of(seed=5), 2**15, 128) >> 12
     pairs = (u[:, :-lag] * 16 + u[:, lag:]).flatten()
     counts = pairs.bincount(minlength=256).double()
     expected = pairs.numel() / 256
     chi_square = ((counts - expected) ** 2 / expected).sum().item()
-    assert (chi_square - 255) / pairs.numel() < 0.08**2
+    assert (chi_square - 255) / pairs.numel() < 0.02**2
+
+
+@pytest.mark.parametrize("lag", [1, 2, 15, 16, 64, 68, 107])
+def test_differences_of_pairs_are_uniform(lag):
+    """Modulo 2^16, in 64 bins: all within 10% of the expected count (they had 0.2 to 2.7 times that)."""
+    u = dither(key_of(seed=7), 2**15, 128)
+    bins = (((u[:, lag:] - u[:, :-lag]) & 0xFFFF) >> 10).flatten().bincount(minlength=64).double()
+    assert (bins / bins.mean() - 1).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("probability", [0.05, 0.3, 0.5, 0.9])
+def test_the_number_of_round_ups_in_a_chunk_varies_as_a_binomial(probability):
+    """Over n = 2^15 chunks the estimate has a relative deviation of sqrt(2 / n) = 0.8%; bound: 2.5%."""
+    ups = (dither(key_of(seed=8), 2**15, 128) < probability * 2**16).double().sum(1)
+    assert abs(ups.var().item() / (128 * probability * (1 - probability)) - 1) < 0.025
 
 
 # --- independent ------------------------------------------------------------------------------------------
@@ -167,7 +182,7 @@ def assert_uncorrelated(x: torch.Tensor, y: torch.Tensor) -> None:
 def test_elements_of_a_chunk_are_nearly_uncorrelated():
     """|r| below 0.3% at distances 1 ... 16 (a vector register) and below 1% at all others up to 127.
 
-    Measured over 2^17 chunks: 0.25% (distance 15) and 0.92% (127). The five standard errors of this smaller
+    Measured: 0.2% and 0.4% (distance 68; 0.8% at 127, of one pair a chunk). The five standard errors of this smaller
     sample are added. One percent of correlation at one distance is one percent of the rounding noise's variance.
     """
     z = standardized(key_of(seed=3), rows=2**15)

@@ -166,7 +166,7 @@ def test_descriptions_are_really_kept(monkeypatch):
     optimizer = make()
     give_gradients(optimizer, 0)
     optimizer.step()
-    monkeypatch.setattr(plan, "_task", lambda *args: pytest.fail("described anew"))
+    monkeypatch.setattr(plan, "task_of", lambda *args: pytest.fail("described anew"))
     give_gradients(optimizer, 1)  # other tensors at other addresses
     optimizer.param_groups[0]["lr"] = 0.5
     optimizer.step()

@@ -1,42 +1,17 @@
 """No dense copy of a quantized weight outlives the call that used it: live bytes, measured."""
 
 import gc
-import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from live_bytes import LiveBytes
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from weight_cases import quantized, random
 
 import masterless as ml
 from masterless.tensor.quantize import quantize_
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations have allocated and that are alive: now, and at most so far."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages, self.peak = {}, 0
-
-    @property
-    def now(self):
-        self.storages = {k: (ref, size) for k, (ref, size) in self.storages.items() if ref() is not None}
-        return sum(size for _, size in self.storages.values())
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if type(t) is torch.Tensor}
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if type(t) is torch.Tensor and id(storage := t.untyped_storage()) not in known:
-                self.storages[id(storage)] = weakref.ref(storage), storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        return out
-
 
 WIDTH = 128
 LAYER = WIDTH * WIDTH * 4  # bytes of one dense layer; activations are 1/64 of it

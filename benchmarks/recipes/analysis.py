@@ -1,6 +1,7 @@
 """From rows to gaps: a recipe at its best learning rate against fp32 AdamW at its best learning rate and beta1.
 
 Contract:
+    * The rows of the groups "muon" and "lion" are compared with fp32 Muon and with fp32 Lion instead.
     * A gap is the mean over seeds of ``loss / reference loss - 1``, each run against the reference of its own seed.
     * Its error is the standard error of that mean. Three runs say little about their own spread, so the spread is
       pooled over the recipes of a setting (all that stay within 10% of fp32): `Summary.error`; the recipe's own is
@@ -158,22 +159,29 @@ def of_one_text(rows: Mapping[str, Row]) -> dict[str, Row]:
 def summarise(cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Summary]:
     """All cells that have rows, with gaps and errors, in the order of the cells."""
     rows = of_one_text(rows)
-    settings: dict[str, list[tuple[Cell, Summary]]] = {}
-    seen = set()
+    settings: dict[tuple[str, str], list[tuple[Cell, Summary]]] = {}
+    widest: dict[tuple[str, str, str], Cell] = {}  # a cell may be asked for again with more seeds
     for cell in cells:
-        if (name := (cell.group, cell.setting.name, cell.recipe.label)) in seen:
-            continue
+        name = (cell.group, cell.setting.name, cell.recipe.label)
+        if name not in widest or len(widest[name].seeds) < len(cell.seeds):
+            widest[name] = replace(cell, sweep=widest[name].sweep if name in widest else cell.sweep)
+    for cell in widest.values():
         if (summary := describe(cell, rows)) is not None:
-            seen.add(name)
-            settings.setdefault(summary.setting, []).append((cell, summary))
+            settings.setdefault((summary.setting, _baseline(cell)), []).append((cell, summary))
     return [summary for found in settings.values() for summary in _with_gaps(found)]
 
 
+def _baseline(cell: Cell) -> str:
+    """The optimizer whose fp32 rows a cell is compared with."""
+    return cell.group if cell.group in ("muon", "lion") else "adamw"
+
+
 def _with_gaps(found: Sequence[tuple[Cell, Summary]]) -> list[Summary]:
-    reference = best_reference([s for cell, s in found if cell.recipe.is_fp32])
+    fp32 = [s for cell, s in found if cell.recipe.is_fp32 and cell.recipe.optimizer == _baseline(cell)]
+    reference = best_reference(fp32)
     if reference is None:
         return [s for _, s in found]
-    qat = next((s for cell, s in found if cell.recipe.weights == QAT and cell.recipe.beta1 == 0.9), None)
+    qat = next((s for cell, s in found if cell.recipe.weights == QAT and cell.recipe.beta1 in (0.9, 0.95)), None)
     gaps = [paired_gaps(s.losses, reference.losses) for _, s in found]
     # A recipe that several groups ask for counts once.
     usual = {tuple(g) for g, (_, s) in zip(gaps, found, strict=True) if s.losses != reference.losses and _usual(g)}
@@ -212,7 +220,8 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _gap(summary: Summary) -> str:
+def gap_text(summary: Summary) -> str:
+    """A gap with its error."""
     if None in summary.losses.values():
         return "diverged"
     if summary.gap is None:
@@ -221,15 +230,19 @@ def _gap(summary: Summary) -> str:
 
 
 def markdown(summaries: Sequence[Summary]) -> str:
-    """Tables, one a setting and group; an unfinished row is marked with a star."""
-    lines: list[str] = []
-    title = None
-    for s in sorted(summaries, key=lambda s: (s.setting, s.group)):
-        if (s.setting, s.group) != title:
-            title = (s.setting, s.group)
-            lines += ["", f"### {s.setting}: {s.group}", ""]
-            lines += ["| recipe | bytes/param | best lr | loss | seeds | gap to fp32 | own error | gap to INT4 QAT |"]
-            lines += ["|---|---|---|---|---|---|---|---|"]
+    """Tables, one a setting and group."""
+    groups: dict[tuple[str, str], list[Summary]] = {}
+    for s in summaries:
+        groups.setdefault((s.setting, s.group), []).append(s)
+    parts = [f"### {setting}: {group}\n\n{table(own)}" for (setting, group), own in sorted(groups.items())]
+    return "\n\n".join(parts)
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """One table; an unfinished row is marked with a star."""
+    lines = ["| recipe | bytes/param | best lr | loss | seeds | gap to fp32 | own error | gap to INT4 QAT |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for s in summaries:
         finite = [x for x in s.losses.values() if x is not None]
         cells = [
             s.label + ("" if s.complete else " *"),
@@ -237,12 +250,12 @@ def markdown(summaries: Sequence[Summary]) -> str:
             f"{s.lr:g}",
             _number(statistics.mean(finite) if finite else None, ".4f"),
             str(len(s.losses)),
-            _gap(s),
+            gap_text(s),
             _number(s.own_error, ".2f"),
             _number(s.qat_gap, "+.2f"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines).strip()
+    return "\n".join(lines)
 
 
 def noise(cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Noise]:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import masterless as ml
+from masterless.formats import parse
+from masterless.formats.storage import predicted_bytes
 from masterless.lab.models import GPTConfig
+from masterless.tensor.quantized import as_weight
 
 SPEC = "v1"  # v0: momentum in gradient or update units, log codes unbiased in v; v1: weight units, unbiased in use
 REGIME = 2  # schedule, clipping, batches, validation: see `trainer`
@@ -32,39 +35,51 @@ class Recipe:
     Attributes:
         label: what tables call it.
         weights: format of the inner matrices; None leaves them dense.
-        options: arguments of `ml.AdamW`, besides lr and weight decay.
+        options: arguments of the optimizer, besides lr and weight decay.
+        optimizer: "adamw"; "muon" for the inner matrices, with fp32 AdamW for the rest; or "lion".
+        coarse_from: share of the steps after which the forward pass sees the visible code only; before, it sees hidden
+            bits as well.
     """
 
     label: str
     weights: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str = "adamw"
+    coarse_from: float = 0.0
+
+    @property
+    def states(self) -> tuple[str, str]:
+        """The formats of the first and of the second moment."""
+        first = self.options["momentum_buffer" if self.optimizer == "muon" else "exp_avg"]
+        return first, self.options["exp_avg_sq"] if self.optimizer == "adamw" else "none"
 
     @property
     def beta1(self) -> float:
         """Decay of the first moment."""
-        return float(self.options["betas"][0])
+        return float(self.options["momentum"] if self.optimizer == "muon" else self.options["betas"][0])
 
     @property
     def is_fp32(self) -> bool:
         """Whether nothing is quantized: a baseline."""
-        return self.weights is None and {self.options["exp_avg"], self.options["exp_avg_sq"]} <= {"fp32", "none"}
+        return self.weights is None and {*self.states} <= {"fp32", "none"}
 
     @property
     def injects(self) -> bool:
         """Whether what rounding the weight loses goes into the momentum."""
         loses = self.weights is not None and not self.weights.split(":")[0].endswith("+32")
-        return loses and self.beta1 > 0 and bool(self.options.get("error_compensation", True))
+        return loses and self.beta1 > 0 and bool(self.options.get("error_compensation", self.optimizer == "adamw"))
 
     @property
     def spec(self) -> str:
         """The library's meaning that the result depends on; empty if it does not."""
-        return SPEC if self.injects or str(self.options["exp_avg_sq"]).startswith("log") else ""
+        return SPEC if self.injects or self.states[1].startswith("log") else ""
 
     @property
     def bytes_per_parameter(self) -> float:
         """Weight and states of a large matrix, metadata included."""
-        formats = (self.weights or "fp32", self.options["exp_avg"], self.options["exp_avg_sq"])
-        return ml.memory.predict((4096, 4096), *formats).per_parameter  # type: ignore[attr-defined]
+        shape = (4096, 4096)
+        formats = [as_weight(self.weights) if self.weights else parse("fp32"), *map(parse, self.states)]
+        return sum(predicted_bytes(f, shape) for f in formats) / math.prod(shape)
 
 
 def recipe(
@@ -148,9 +163,11 @@ class Job:
     def described(self) -> dict[str, Any]:
         """All that changes the result, as plain data."""
         return {
+            **({"optimizer": self.recipe.optimizer} if self.recipe.optimizer != "adamw" else {}),
             "weights": self.recipe.weights,
             "options": dict(self.recipe.options),
             "spec": self.recipe.spec,
+            **({"coarse_from": self.recipe.coarse_from} if self.recipe.coarse_from else {}),
             "regime": REGIME,
             **asdict(self.setting),
             "lr": self.lr,

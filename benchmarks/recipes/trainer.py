@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import masterless as ml
 from masterless.lab.models import GPT
 
-from .recipe import SEQ_LEN, Job, Setting
+from .recipe import BETA2, SEQ_LEN, Job, Setting
 from .texts import CACHE, Text, load
 
 WARMUP, LEAST_WARMUP, MOST_WARMUP = 0.1, 72, 0.2
@@ -64,11 +64,13 @@ class Twin:
         return cls(model, torch.compile(loss, dynamic=False) if compiled else loss)
 
     @torch.no_grad()
-    def take(self, stored: nn.Module) -> None:
-        """Takes over what the stored weights decode to."""
+    def take(self, stored: nn.Module, visible: bool = True) -> None:
+        """Takes over what the stored weights decode to, hidden bits left out or not."""
         for own, p in zip(self.model.parameters(), stored.parameters(), strict=True):
             dense = p.detach()
-            own.copy_(dense.dequantize() if isinstance(dense, ml.QuantizedTensor) else dense)
+            if isinstance(dense, ml.QuantizedTensor):
+                dense = dense.dequantize() if visible else dense.stored.decode()
+            own.copy_(dense)
 
     def give(self, stored: nn.Module) -> None:
         """Hands the gradients over to the stored weights."""
@@ -128,6 +130,24 @@ def train(
         return run.go(progress, windows)
 
 
+def optimizers(job: Job, model: nn.Module) -> list[ml.optim.LowBitOptimizer]:
+    """What steps the model: one optimizer, or Muon and, at the same learning rate, fp32 AdamW for the rest."""
+    options: dict[str, Any] = {
+        "lr": job.lr,
+        "weight_decay": WEIGHT_DECAY,
+        "seed": job.seed if job.dither is None else job.dither,
+    }
+    chosen = {**options, **job.recipe.options}
+    if job.recipe.optimizer != "muon":
+        return [
+            getattr(ml, {"adamw": "AdamW", "lion": "Lion"}[job.recipe.optimizer])(model.named_parameters(), **chosen)
+        ]
+    inner, rest = ml.muon_groups(model)
+    # An update of AdamW's size, so that the two can share a learning rate; products in fp32, for the CPU's sake.
+    muon = ml.Muon(inner, adjust_lr_fn="match_rms_adamw", ns_dtype="fp32", **chosen)
+    return [muon, ml.AdamW(rest, betas=(0.9, BETA2), exp_avg="fp32", exp_avg_sq="fp32", **options)]
+
+
 class _Run:
     """A run under way."""
 
@@ -138,13 +158,7 @@ class _Run:
         self.model = GPT(job.setting.model, torch.Generator().manual_seed(job.seed))
         if job.recipe.weights is not None:
             ml.quantize_(self.model, job.recipe.weights)
-        self.optimizer = ml.AdamW(
-            self.model.named_parameters(),
-            lr=job.lr,
-            weight_decay=WEIGHT_DECAY,
-            seed=job.seed if job.dither is None else job.dither,
-            **dict(job.recipe.options),
-        )
+        self.optimizers = optimizers(job, self.model)
         self.path = None if checkpoints is None else checkpoints / f"{job.key}.pt"
         self.step, self.seconds, self.train_loss = 0, 0.0, 0.0
         self.curve: list[float] = []  # training loss, the mean of each twentieth of the run
@@ -186,10 +200,10 @@ class _Run:
         )
         part = max(1, steps // 20)
         parameters = list(self.twin.model.parameters())
-        self.twin.take(self.model)
+        self._take()
         saved = began = time.perf_counter()
         while self.step < steps:
-            for group in self.optimizer.param_groups:
+            for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
                 group["lr"] = self.job.lr * lr_factor(self.step, steps, setting.schedule)
             loss = self.twin.loss(*batch(self.step))
             loss.backward()
@@ -197,9 +211,10 @@ class _Run:
                 raise ml.NonFiniteGradientError("the loss is not finite")
             nn.utils.clip_grad_norm_(parameters, CLIP)
             self.twin.give(self.model)
-            self.optimizer.step()
-            self.twin.take(self.model)
+            for optimizer in self.optimizers:
+                optimizer.step()
             self.step += 1
+            self._take()
             self.train_loss += value / part
             if self.step % part == 0:
                 self.curve.append(self.train_loss)
@@ -211,12 +226,15 @@ class _Run:
                 self._save(self.seconds + now - began)
                 saved = now
 
+    def _take(self) -> None:
+        self.twin.take(self.model, visible=self.step >= self.job.recipe.coarse_from * self.setting.steps)
+
     def _save(self, seconds: float) -> None:
         assert self.path is not None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         state = {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
             "seconds": seconds,
             "curve": self.curve,
@@ -231,6 +249,7 @@ class _Run:
             return
         state = torch.load(self.path, weights_only=True)
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         self.step, self.seconds = state["step"], state["seconds"]
         self.curve, self.train_loss = state["curve"], state["train_loss"]

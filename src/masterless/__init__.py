@@ -13,14 +13,18 @@ from masterless.optim import (
     AdamW,
     Lion,
     LossyUpdateWarning,
+    Muon,
     NonFiniteGradientError,
     RMSprop,
     beta_for_bits,
+    muon_groups,
 )
 from masterless.optim.backward import step_in_backward
 from masterless.optim.presets import PRESETS, prepare
 from masterless.step import staleness
+from masterless.tensor.build import build_quantized
 from masterless.tensor.calibrate import calibrate_
+from masterless.tensor.head import linear_cross_entropy
 from masterless.tensor.quantize import dequantize_, quantize_
 from masterless.tensor.quantized import QuantizedTensor
 
@@ -42,14 +46,18 @@ __all__ = [
     "Lion",
     "LossyUpdateWarning",
     "Monitor",
+    "Muon",
     "NonFiniteGradientError",
     "QuantizedTensor",
     "RMSprop",
     "beta_for_bits",
+    "build_quantized",
     "calibrate_",
     "dequantize_",
     "export",
+    "linear_cross_entropy",
     "memory",
+    "muon_groups",
     "parse_format",
     "prepare",
     "quantize_",

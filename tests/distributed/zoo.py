@@ -85,12 +85,23 @@ def configurations() -> dict[str, tuple[str | None, torch.dtype, Build]]:
     table["lion"] = ("int4+4", f32, lambda p: ml.Lion(p, lr=1e-3, exp_avg="int4", error_compensation=False))
     table["rmsprop"] = ("int4+32", f32, lambda p: ml.RMSprop(p, lr=1e-3, momentum=0.5, square_avg="log3"))
     table["adabelief"] = ("int8:row:pow2", f32, lambda p: ml.AdaBelief(p, lr=1e-3, exp_avg_var="log4"))
+    table["muon"] = ("int4+4", f32, _muon(lr=2e-2, momentum_buffer="int4"))
+    table["muon, injected"] = (
+        "int8",
+        f32,
+        _muon(lr=2e-2, momentum_buffer="int8", error_compensation=True, ns_dtype="fp32"),
+    )
+    table["muon, nvfp4"] = ("nvfp4", bf16, _muon(lr=2e-2, momentum_buffer="mxfp8", nesterov=False))
     table["reset"] = ("int8", f32, _adamw(lr=1e-2, exp_avg_sq="log2", reset=2))
     return table
 
 
 def _adamw(**options: Any) -> Build:
     return lambda p: ml.AdamW(p, **options)
+
+
+def _muon(**options: Any) -> Build:
+    return lambda named: ml.Muon([(name, p) for name, p in named if p.dim() in (2, 3)], **options)
 
 
 def shard(model: nn.Module, n: int) -> nn.Module:

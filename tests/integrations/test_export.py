@@ -16,6 +16,7 @@ from masterless.integrations.export.compressed import packed
 from masterless.integrations.transformers import MasterlessConfig
 
 INTEGERS = ["int4", "int4:32", "int4+4:32", "int4+32:64", "int2:64", "int3:64", "int6:64", "int8", "int8:64"]
+HARDWARE = ["mxfp8", "mxfp4", "nvfp4"]
 COMPRESSED = [*INTEGERS, "int8:tensor", "fp8", "fp8:tensor", "fp8+32"]
 
 
@@ -57,6 +58,16 @@ def test_compressed_tensors_gives_the_same_logits(format, dtype, quantized, tmp_
     assert len(report.exported) == 14 and not report.rounded and str(report).startswith(str(tmp_path / "out"))
     assert torch.equal(logits(reload(tmp_path / "out", dtype)), logits(model))
     assert not differences(model, before), "exporting changes nothing"
+
+
+@pytest.mark.parametrize("format", HARDWARE)
+def test_formats_of_hardware_give_the_same_logits(format, quantized, tmp_path):
+    model = quantized(format=format, dtype=torch.bfloat16, hidden_size=128)
+    report = export(model, tmp_path / "out")
+    assert len(report.exported) == 14 and not report.rounded
+    assert torch.equal(logits(reload(tmp_path / "out", torch.bfloat16)), logits(model))
+    with pytest.raises(ValueError, match=r"decode 'mxfp4' to bfloat16 and the model is torch.float32"):
+        export(quantized(format="mxfp4", hidden_size=128), tmp_path / "fp32")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from masterless.formats.arithmetic import exact_arithmetic
 from masterless.formats.rounding import PURPOSES
 from masterless.formats.storage import Storage
 from masterless.step import dispatch, reference, statistics, tile
@@ -36,6 +37,7 @@ class ReferenceBackend:
         """All of them."""
         return [task for tasks in prepared for task in tasks]
 
+    @exact_arithmetic()
     def step(self, prepared: Sequence[Task], turn: Turn, only_survey: bool = False) -> Outcome:
         """One task after the other."""
         tasks = [at(task, turn, i) for i, task in enumerate(prepared)]
@@ -47,7 +49,10 @@ class ReferenceBackend:
 
     def decode(self, storage: Storage, dtype: torch.dtype, visible: bool = True) -> Tensor:
         """The specification's decoding."""
-        return storage.decode(visible=visible).to(dtype)
+        if torch.compiler.is_compiling():
+            return storage.decode(visible=visible).to(dtype)
+        with exact_arithmetic():
+            return storage.decode(visible=visible).to(dtype)
 
 
 def at(task: Task, turn: Turn, i: int) -> Task:

@@ -5,10 +5,14 @@ Contract:
     * Only integer arithmetic on float bits, comparisons, and correctly rounded add, subtract, multiply, divide
       are used: any implementation that keeps the order of operations agrees to the bit.
     * **Scaled formats**: scale = absmax / max_level, rounded *up* to its stored kind, so that nothing is
-      clipped; numbers are normalised by the scale as stored: ``t = x / scale``, ``value = level * scale``.
+      clipped (the dynamic maps end at -0.55 ... -0.99, so negative numbers count for more in their absmax); numbers
+      are normalised by the scale as stored: ``t = x / scale``, ``value = level * scale``.
       ``level * scale`` is exact for linear and floating formats: a decoded number encodes to the very same code
       under the same scale, with either rounding. (For the dynamic maps, whose levels are decimal fractions, that
       holds for nearest rounding, and for stochastic rounding in all but the two most extreme dithers of 65536.)
+    * **Scales that are bytes**: kind e8m0 is a power of two from 2^-127 on, stored as its biased exponent (a block of
+      zeros has the smallest: there is no zero); kind e4m3 counts in units of the tensor's scale, a power of two that is
+      chosen when a tensor is encoded as a whole, so that its largest block has 16 units or less of 448, and then kept.
     * **Nearest**: a tie goes to the neighbour with the even code. **Stochastic**: to the upper neighbour
       with probability ``(t - lower) / (upper - lower)``, to 2^-17. Out of range: the outermost level.
     * **Log formats** work on the bits of a positive float, ``i(x)``, a piecewise-linear log2. A block stores
@@ -43,7 +47,13 @@ _BF16_MAX_BITS = 0x7F7F0000
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # What rounding a scale up clears: a bf16 has 8 significant bits, a power of two one. An "fp32" scale keeps 14, so that
 # its product with a level of up to 10 bits is exact.
-_SCALE_LOW_BITS = {"bf16": 0xFFFF, "fp32": 0x3FF, "pow2": 0x7FFFFF}
+_SCALE_LOW_BITS = {"bf16": 0xFFFF, "fp32": 0x3FF, "pow2": 0x7FFFFF, "e8m0": 0x7FFFFF}
+_E8M0_SMALLEST = 0x400000  # bits of 2^-127
+_E4M3_LARGEST, _E4M3_NORMAL, _E4M3_STEP = 448.0, 2.0**-6, 2.0**-9  # the smallest normal number; the step below it
+_E4M3_SHIFT = (127 - 7) << 3  # between the upper bits of a float and those of an E4M3 number
+_TENSOR_SCALE_ROOM = 2.0**-4  # a tensor's largest block has at most 1/this units: 28 times as much still fits
+_TENSOR_SCALE_OF_ZEROS = 2.0**-10
+_TENSOR_SCALE_LIMITS = (2.0**-126, 2.0**115)  # normal, and 448 * 6 of the largest are finite
 LOG_STEP_UNIT = 13  # log2 of the unit of a log block's step, in float bits
 _LOG_CURVE = float.fromhex("0x1.62e43p-14")  # ln(2) / 8 over the units of an octave
 _LOG_ZERO_FLAG = 0x8000
@@ -73,27 +83,79 @@ def exact_sqrt(x: Tensor) -> Tensor:
 # --- scales ---------------------------------------------------------------------------------------------
 
 
-def round_scale_up(scale: Tensor, format: Format) -> Tensor:
+def round_scale_up(scale: Tensor, format: Format, tensor_scale: Tensor | None = None) -> Tensor:
     """The smallest number of the format's scale kind that is not below `scale` (and does not overflow), fp32."""
+    if format.two_level:
+        return _round_e4m3_up(scale, torch.ones_like(scale) if tensor_scale is None else tensor_scale)
     low = _SCALE_LOW_BITS[format.scale]
-    rounded = bits_float((float_bits(scale) + low) & ~low)
+    bits = float_bits(scale)
+    rounded = (bits + low) & ~low
+    if format.scale == "e8m0":
+        rounded = torch.where(bits <= _E8M0_SMALLEST, _E8M0_SMALLEST, rounded)
     # The largest scale of the kind whose largest level is still finite.
     limit = torch.tensor(_FLOAT32_MAX / format.max_level, dtype=torch.float64).to(torch.float32)
-    return torch.minimum(rounded, bits_float((float_bits(limit) - 1) & ~low).to(scale.device))
+    return torch.minimum(bits_float(rounded), bits_float((float_bits(limit) - 1) & ~low).to(scale.device))
 
 
-def block_absmax(x: Tensor, format: Format) -> Tensor:
-    """The largest magnitude of every block: ``[rows, blocks]`` (``[1, 1]`` for one scale per tensor)."""
+def block_peak(x: Tensor, format: Format) -> Tensor:
+    """The largest magnitude of every block: ``[rows, blocks]`` (``[1, 1]`` for one scale per tensor).
+
+    A negative number counts for more where the levels do not reach as far on that side.
+    """
+    magnitude = x.abs()
+    if format.negative_factor != 1.0:
+        magnitude = torch.where(x < 0, magnitude * format.negative_factor, magnitude)
     if format.granularity == "tensor":
-        return x.abs().amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
-    return _by_block(lambda blocks: blocks.abs().amax(-1), x, format)
+        return magnitude.amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
+    return _by_block(lambda blocks: blocks.amax(-1), magnitude, format)
 
 
-def scale_for(absmax: Tensor, format: Format) -> Tensor:
+def _round_e4m3_up(scale: Tensor, unit: Tensor) -> Tensor:
+    q = torch.where(scale > 0, (scale / unit).clamp(min=_E4M3_STEP), 0.0)
+    normal = bits_float((float_bits(q) + 0xFFFFF) & ~0xFFFFF)
+    small = (q / _E4M3_STEP).ceil() * _E4M3_STEP
+    return torch.where(q < _E4M3_NORMAL, small, normal).clamp(max=_E4M3_LARGEST) * unit
+
+
+def tensor_scale_for(x: Tensor) -> Tensor:
+    """The scale of a whole tensor ``[rows, cols]`` that is the unit of its E4M3 scales: ``[rows, 1]``, all the same."""
+    largest = x.abs().amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
+    bits = (float_bits(largest / largest.new_tensor(6.0)) + 0x7FFFFF) & ~0x7FFFFF
+    unit = (bits_float(bits) * _TENSOR_SCALE_ROOM).clamp(*_TENSOR_SCALE_LIMITS)
+    return torch.where(largest > 0, unit, _TENSOR_SCALE_OF_ZEROS).expand(len(x), 1)
+
+
+def read_scale(parts: Mapping[str, Tensor], format: Format) -> Tensor:
+    """The scales of stored blocks, fp32 ``[rows, blocks]``."""
+    stored = parts["scale"]
+    if format.scale == "e8m0":
+        bits = stored.to(torch.int64)
+        return bits_float(torch.where(bits == 0, _E8M0_SMALLEST, bits << 23))
+    if format.two_level:
+        codes = stored.to(torch.int64)
+        units = torch.where(codes < 8, codes.to(torch.float32) * _E4M3_STEP, bits_float((codes + _E4M3_SHIFT) << 20))
+        return units * parts["tensor_scale"]
+    return stored.to(torch.float32)
+
+
+def stored_scale(scale: Tensor, format: Format, tensor_scale: Tensor | None = None) -> Parts:
+    """Scales that `round_scale_up` made, as they are stored."""
+    if format.scale == "fp32":
+        return {"scale": scale}
+    if format.scale == "e8m0":
+        return {"scale": (float_bits(scale) >> 23).to(torch.uint8)}
+    if tensor_scale is not None:
+        q = scale / tensor_scale
+        codes = torch.where(q < _E4M3_NORMAL, (q / _E4M3_STEP).to(torch.int64), (float_bits(q) >> 20) - _E4M3_SHIFT)
+        return {"scale": codes.to(torch.uint8), "tensor_scale": tensor_scale}
+    return {"scale": scale.to(torch.bfloat16)}
+
+
+def scale_for(absmax: Tensor, format: Format, tensor_scale: Tensor | None = None) -> Tensor:
     """The stored scale (fp32 values) of blocks with this absmax; zero only for blocks of zeros."""
-    scale = absmax / format.max_level
+    scale = absmax / absmax.new_tensor(format.max_level)  # dividing by a number is another operation on a GPU
     smallest = bits_float(torch.ones_like(scale, dtype=torch.int64))
-    return round_scale_up(torch.where((absmax > 0) & (scale == 0), smallest, scale), format)
+    return round_scale_up(torch.where((absmax > 0) & (scale == 0), smallest, scale), format, tensor_scale)
 
 
 def _by_block(function: Callable[[Tensor], Tensor], x: Tensor, format: Format) -> Tensor:
@@ -144,37 +206,40 @@ def _codebook_codes(t: Tensor, format: Format, u: Tensor | None) -> Tensor:
     return codes[index + up]
 
 
-def _level_table(format: Format) -> Tensor:
+def level_table(format: Format) -> Tensor:
     """The level of every code, unused codes included (they decode to zero)."""
     table = torch.zeros(2**format.code_bits, dtype=torch.float64)
     table[torch.tensor(format.table[1])] = torch.tensor(format.levels, dtype=torch.float64)
     return table.to(torch.float32)
 
 
-def _encode_scaled(x: Tensor, format: Format, u: Tensor | None, scale: Tensor | None) -> Parts:
+def _encode_scaled(
+    x: Tensor, format: Format, u: Tensor | None, scale: Tensor | None, tensor_scale: Tensor | None
+) -> Parts:
+    if format.two_level and tensor_scale is None:
+        tensor_scale = tensor_scale_for(x)
     if scale is None:
-        scale = scale_for(block_absmax(x, format), format)
+        scale = scale_for(block_peak(x, format), format, tensor_scale)
     divisor = _spread(torch.where(scale > 0, scale, 1.0), x.shape[1], format)
     t = x / divisor
     codes = (_linear_codes if format.kind == "linear" else _codebook_codes)(t, format, u)
     if not format.signed:
         codes = torch.where((x > 0) & (codes == format.zero_code), codes + 1, codes)
-    parts = {"codes": pack(codes >> format.fine_bits, format.bits)}
+    parts = {"codes": pack(codes >> format.fine_bits, format.bits, format.adjacent)}
     if format.fine_bits:
         parts["hidden"] = pack(codes & (2**format.fine_bits - 1), format.fine_bits)
     if format.master:
         parts["master"] = x.clone()
-    parts["scale"] = scale if format.scale == "fp32" else scale.to(torch.bfloat16)
-    return parts
+    return parts | stored_scale(scale, format, tensor_scale)
 
 
 def _decode_scaled(parts: Parts, cols: int, format: Format, visible: bool) -> Tensor:
     if format.master and not visible:
         return parts["master"]
-    scale = _spread(parts["scale"].to(torch.float32), cols, format)
-    codes = unpack(parts["codes"], cols, format.bits)
+    scale = _spread(read_scale(parts, format), cols, format)
+    codes = unpack(parts["codes"], cols, format.bits, format.adjacent)
     if format.kind == "codebook":
-        return _level_table(format).to(codes.device)[codes] * scale
+        return level_table(format).to(codes.device)[codes] * scale
     if not format.fine_bits:
         return (codes - format.zero_code).to(torch.float32) * scale
     if visible:
@@ -300,6 +365,7 @@ def encode(
     *,
     rounding: str = "stochastic",
     scale: Tensor | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> Parts:
     """Stores fp32 values ``[rows, cols]``.
 
@@ -309,6 +375,7 @@ def encode(
         u: random integers below 2^16 of the shape of `x` (`rounding.dither`), or None to round to nearest.
         rounding: for log formats: how random bits are used (`rounding.ROUNDINGS`).
         scale: for scaled formats: keep these scales (``[rows, blocks]``, fp32) instead of computing new ones.
+        tensor_scale: for two-level formats: the tensor's scale ``[rows, 1]``; None: `x` is the whole, find one.
 
     Returns:
         The stored tensors by name: ``codes`` and their metadata, or ``values`` for plain formats.
@@ -320,7 +387,7 @@ def encode(
     if format.kind == "log":
         return encode_log(x, _log_metadata_of(x, format), format, u, rounding)
     if format.kind in ("linear", "codebook"):
-        return _encode_scaled(x, format, u, scale)
+        return _encode_scaled(x, format, u, scale, tensor_scale)
     raise ValueError(f"format {str(format)!r} stores no elements")
 
 

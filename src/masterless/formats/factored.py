@@ -40,8 +40,8 @@ def matrix_means(stack: Tensor) -> tuple[Tensor, Tensor]:
     """Row and column means, order-free, of non-negative fp64 matrices ``[n, rows, cols]``; rounded to fp32."""
     _, rows, cols = stack.shape
     peak = stack.amax((1, 2), keepdim=True)
-    row = exact_sum(stack, 2, peak, max(rows, cols)) / cols
-    col = exact_sum(stack, 1, peak, max(rows, cols)) / rows
+    row = exact_sum(stack, 2, peak, max(rows, cols)) / stack.new_tensor(cols)
+    col = exact_sum(stack, 1, peak, max(rows, cols)) / stack.new_tensor(rows)
     return row.to(torch.float32), col.to(torch.float32)
 
 

@@ -6,6 +6,8 @@ Contract:
       the scale, and are what every codec, test and predictor is derived from.
     * A name says everything: ``parse(str(f)) == f``. Granularity and scale kind follow after colons, for
       instance ``int4``, ``int4:64``, ``int8:row``, ``int4:tensor``, ``int8:128:fp32``, ``int4+4:row:pow2``.
+    * The formats of a hardware specification (``mxfp8``, ``mxfp4``: OCP MX 1.0; ``nvfp4``: NVIDIA's) have its block,
+      its scale and its order of codes in memory, and take no options.
     * An unsigned format never stores a positive number as zero: it is for second moments, where a zero
       under a non-zero momentum would turn into a division by epsilon.
 """
@@ -20,11 +22,11 @@ from typing import Literal, cast
 
 Kind = Literal["float32", "bfloat16", "linear", "codebook", "log", "factored", "none"]
 Granularity = int | Literal["row", "tensor"]
-ScaleKind = Literal["bf16", "fp32", "pow2"]
+ScaleKind = Literal["bf16", "fp32", "pow2", "e8m0", "e4m3"]
 
 DEFAULT_BLOCK = 128
 MASTER = 32  # this many hidden bits are an fp32 copy of the weight
-SCALE_BITS = {"bf16": 16, "fp32": 32, "pow2": 16}
+SCALE_BITS = {"bf16": 16, "fp32": 32, "pow2": 16, "e8m0": 8}  # the kinds that can be asked for by name
 
 
 class FormatError(ValueError):
@@ -43,6 +45,8 @@ class Format:
         granularity: elements that share a scale: a block length along the row, a whole row or the tensor.
         scale: how the scale itself is stored.
         hidden: further bits below the code that only the optimizer sees (weights only).
+        adjacent: whether neighbouring codes share a byte, as hardware reads them (`packing`).
+        fixed: whether a specification fixes granularity and scale.
     """
 
     family: str
@@ -52,6 +56,8 @@ class Format:
     granularity: Granularity = DEFAULT_BLOCK
     scale: ScaleKind = "bf16"
     hidden: int = 0
+    adjacent: bool = False
+    fixed: bool = False
 
     @property
     def scaled(self) -> bool:
@@ -78,7 +84,12 @@ class Format:
         """Bits of metadata one block carries."""
         if not self.scaled:
             return 0
-        return 32 if self.kind == "log" else SCALE_BITS[self.scale]
+        return 32 if self.kind == "log" else SCALE_BITS.get(self.scale, 8)
+
+    @property
+    def two_level(self) -> bool:
+        """Whether block scales are in units of a scale of the whole tensor, of which every row keeps a copy."""
+        return self.scaled and self.scale == "e4m3"
 
     @property
     def bits_per_element(self) -> float:
@@ -100,6 +111,11 @@ class Format:
     def max_level(self) -> float:
         """The largest magnitude of a level: a block's scale is its absmax divided by this."""
         return 1.0 if self.kind == "log" else max(abs(self.levels[0]), abs(self.levels[-1]))
+
+    @property
+    def negative_factor(self) -> float:
+        """How much further the positive levels reach than the negative ones: above 1 for the dynamic maps."""
+        return self.levels[-1] / -self.levels[0] if self.signed and self.kind == "codebook" else 1.0
 
     @property
     def zero_code(self) -> int:
@@ -130,11 +146,11 @@ def _dynamic_levels(bits: int, signed: bool) -> list[float]:
     return sorted([*negative, 0.0, *positive, 1.0])
 
 
-def _minifloat_levels(exponent_bits: int, mantissa_bits: int, top_is_nan: bool) -> list[float]:
-    """Non-negative values in the order of their codes: subnormals, then binades; bias 2**(e-1) - 1."""
+def _minifloat_levels(exponent_bits: int, mantissa_bits: int, reserved: int) -> list[float]:
+    """Non-negative values by code, but for the last `reserved`: subnormals, then binades; bias 2**(e-1) - 1."""
     bias = 2 ** (exponent_bits - 1) - 1
     levels = []
-    for code in range(2 ** (exponent_bits + mantissa_bits) - top_is_nan):
+    for code in range(2 ** (exponent_bits + mantissa_bits) - reserved):
         exponent, mantissa = divmod(code, 2**mantissa_bits)
         fraction = mantissa / 2**mantissa_bits + (exponent > 0)
         levels.append(fraction * 2.0 ** (max(exponent, 1) - bias))
@@ -153,9 +169,9 @@ def _table(family: str, kind: Kind, bits: int, signed: bool, hidden: int) -> tup
         else:
             zero, fine = 0, range(2**bits)
         return tuple(f / 2**hidden for f in fine), tuple(f + zero for f in fine)
-    if kind == "codebook" and family.endswith(("fp8", "fp4")):
+    if kind == "codebook" and family in MINIFLOATS:
         exponent_bits, mantissa_bits, sign_code = MINIFLOATS[family]
-        levels = _minifloat_levels(exponent_bits, mantissa_bits, top_is_nan=family.endswith("fp8"))
+        levels = _minifloat_levels(exponent_bits, mantissa_bits, _NOT_FINITE.get((exponent_bits, mantissa_bits), 0))
         table = [(level, code) for code, level in enumerate(levels)]
         if signed:
             table += [(-level, code | sign_code) for level, code in table if level > 0]
@@ -168,7 +184,17 @@ def _table(family: str, kind: Kind, bits: int, signed: bool, hidden: int) -> tup
 
 
 # family -> exponent bits, mantissa bits, code of the sign bit
-MINIFLOATS = {"fp8": (4, 3, 0x80), "ufp8": (4, 3, 0), "fp4": (2, 1, 0x8), "ufp4": (2, 2, 0)}
+MINIFLOATS = {
+    "fp8": (4, 3, 0x80),
+    "ufp8": (4, 3, 0),
+    "fp4": (2, 1, 0x8),
+    "ufp4": (2, 2, 0),
+    "mxfp8": (4, 3, 0x80),
+    "mxfp8-e5m2": (5, 2, 0x80),
+    "mxfp4": (2, 1, 0x8),
+    "nvfp4": (2, 1, 0x8),
+}
+_NOT_FINITE = {(4, 3): 1, (5, 2): 4}  # the last codes of E4M3 (a NaN) and of E5M2 (infinity and NaNs)
 
 _FAMILIES: dict[str, Format] = {
     f.family: f
@@ -190,6 +216,11 @@ _FAMILIES: dict[str, Format] = {
         # All 32 bits kept: a master weight, the oracle that the others are measured against.
         *(Format(f"int{b}+32", "linear", b, hidden=MASTER) for b in (8, 4)),
         Format("fp8+32", "codebook", 8, hidden=MASTER),
+        # What Blackwell and MI350 multiply: blocks of 32 with a power of two, blocks of 16 with an E4M3 scale.
+        Format("mxfp8", "codebook", 8, granularity=32, scale="e8m0", fixed=True),
+        Format("mxfp8-e5m2", "codebook", 8, granularity=32, scale="e8m0", fixed=True),
+        Format("mxfp4", "codebook", 4, granularity=32, scale="e8m0", adjacent=True, fixed=True),
+        Format("nvfp4", "codebook", 4, granularity=16, scale="e4m3", adjacent=True, fixed=True),
         Format("factored", "factored", 0, signed=False),
         Format("none", "none", 0),
     )
@@ -209,6 +240,12 @@ def _parse(name: str) -> Format:
     fmt = _FAMILIES[family]
     if options and not fmt.scaled:
         raise FormatError(f"format {name!r}: {family} has no scale, so it takes no granularity; use {family!r}")
+    if options and fmt.fixed:
+        similar = "fp8" if fmt.bits == 8 else "fp4"
+        raise FormatError(
+            f"format {name!r}: the specification of {family} fixes blocks of {fmt.granularity} and their scale; use "
+            f"{family!r}, or {similar!r} with the block and the scale that you like"
+        )
     for option in options:
         if option in SCALE_BITS:
             if fmt.kind == "log":
@@ -283,6 +320,11 @@ def as_second_moment(format: str | Format) -> Format:
 def _as_state(fmt: Format) -> Format:
     if fmt.hidden:
         raise FormatError(f"format {str(fmt)!r}: hidden bits are for weights; use 'int8' or 'int{fmt.bits}'")
+    if fmt.two_level:
+        raise FormatError(
+            f"format {str(fmt)!r}: its tensor scale is fixed when a weight is made, and a moment's size is not known "
+            f"then; use 'mxfp4' or 'int4'"
+        )
     if fmt.granularity == "tensor" and fmt.scaled:
         raise FormatError(
             f"format {str(fmt)!r}: one scale for a whole tensor would make the codes depend on how the tensor "

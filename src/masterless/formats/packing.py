@@ -8,6 +8,7 @@ Contract:
       (h the number of bytes), the first in the lowest bits. Neighbouring codes thus lie in neighbouring
       bytes, and vector code unpacks with shifts alone.
     * Unused bits of the last bytes are zero. 8 codes of 3 bits take 3 bytes.
+    * "Adjacent" codes of 4 bits are those of hardware formats: byte i holds codes 2i (its lower half) and 2i + 1.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def row_bytes(cols: int, bits: int) -> int:
 def _pack_plane(codes: Tensor, bits: int) -> Tensor:
     """[..., n] values below 2**bits to [..., ceil(n * bits / 8)] bytes."""
     n, per_byte = codes.shape[-1], 8 // bits
+    if per_byte == 1:
+        return codes.to(torch.uint8)
     height = -(-n // per_byte)
     padded = torch.nn.functional.pad(codes, (0, height * per_byte - n))
     shifts = torch.arange(per_byte, device=codes.device) * bits
@@ -81,9 +84,12 @@ def _unpack_chunks(data: Tensor, n: int, bits: int) -> Tensor:
     return codes
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack(codes: Tensor, bits: int, adjacent: bool = False) -> Tensor:
     """Packs integer codes ``[rows, cols]`` into bytes ``[rows, row_bytes(cols, bits)]``."""
     rows, cols = codes.shape
+    if adjacent and bits == 4:
+        low, high = torch.nn.functional.pad(codes, (0, cols % 2)).unflatten(1, (-1, 2)).unbind(-1)
+        return (low | high << 4).to(torch.uint8)
     full = cols // CHUNK
     body = _pack_chunks(codes[:, : full * CHUNK].reshape(rows, full, CHUNK), bits).flatten(1)
     if full * CHUNK == cols:
@@ -91,8 +97,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return torch.cat([body, _pack_chunks(codes[:, full * CHUNK :], bits)], dim=1)
 
 
-def unpack(data: Tensor, cols: int, bits: int) -> Tensor:
+def unpack(data: Tensor, cols: int, bits: int, adjacent: bool = False) -> Tensor:
     """The integer codes ``[rows, cols]`` (int32) of bytes made by `pack`."""
+    if adjacent and bits == 4:
+        wide = data.to(torch.int32)
+        return torch.stack([wide & 15, wide >> 4], dim=-1).flatten(1)[:, :cols]
     rows, full = data.shape[0], cols // CHUNK
     split = full * chunk_bytes(CHUNK, bits)
     body = _unpack_chunks(data[:, :split].reshape(rows, full, chunk_bytes(CHUNK, bits)), CHUNK, bits)

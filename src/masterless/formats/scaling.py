@@ -11,10 +11,12 @@ Contract:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from masterless.formats.codec import block_absmax, round_scale_up, scale_for
+from masterless.formats.codec import block_peak, read_scale, round_scale_up, scale_for
 from masterless.formats.format import Format
 
 POLICIES = ("held", "recompute")
@@ -29,21 +31,29 @@ def overflow_level(format: Format) -> float:
     return levels[-1] + (levels[-1] - levels[-2]) / 2
 
 
-def next_scale(format: Format, policy: str, target: Tensor, held: Tensor | None) -> Tensor | None:
-    """The scales under which the weights `target` ``[rows, cols]`` are stored (fp32; None: plain format)."""
+def next_scale(format: Format, policy: str, target: Tensor, held: Mapping[str, Tensor]) -> Tensor | None:
+    """The scales under which the weights `target` ``[rows, cols]`` are stored (fp32; None: plain format).
+
+    Args:
+        format: of the weights.
+        policy: see the module.
+        target: what is to be stored.
+        held: what is stored now.
+    """
     if not format.scaled:
         return None
-    return scale_from_absmax(format, policy, block_absmax(target, format), held)
+    return scale_from_absmax(format, policy, block_peak(target, format), held)
 
 
-def scale_from_absmax(format: Format, policy: str, absmax: Tensor, held: Tensor | None) -> Tensor:
+def scale_from_absmax(format: Format, policy: str, absmax: Tensor, held: Mapping[str, Tensor]) -> Tensor:
     """As `next_scale`, from the largest magnitude of every block."""
-    if policy == "recompute" or held is None:
-        return scale_for(absmax, format)
-    old = held.to(torch.float32)
+    tensor_scale = held.get("tensor_scale")
+    if policy == "recompute":
+        return scale_for(absmax, format, tensor_scale)
+    old = read_scale(held, format)
     if policy == FROZEN:
         return old
     overflows = absmax > old * overflow_level(format)
     wastes = absmax < old * (WASTE * format.max_level)
-    fresh = round_scale_up(absmax * (HEADROOM / format.max_level), format)
+    fresh = round_scale_up(absmax * (HEADROOM / format.max_level), format, tensor_scale)
     return torch.where(overflows | wastes, fresh, old)

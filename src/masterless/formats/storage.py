@@ -25,12 +25,16 @@ import torch
 from torch import Tensor
 
 from masterless.formats import codec, factored
+from masterless.formats.arithmetic import exact_arithmetic
 from masterless.formats.format import Format
 from masterless.formats.layout import Layout
 from masterless.formats.packing import row_bytes
 
 Spec = tuple[tuple[int, ...], torch.dtype]
+# Bytes, not torch's 8-bit floats, which collectives do not carry.
+_SCALE_DTYPES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}
 _REMEDY = "it belongs to another tensor, or somebody has replaced, cast or resized it"
+_SLAB = 1 << 17  # elements that are encoded at a time: their intermediate results stay in the cache
 
 
 def _listing(names: Iterable[str]) -> str:
@@ -63,7 +67,9 @@ def tensor_specs(format: Format, shape: Sequence[int]) -> dict[str, Spec]:
         specs["top"] = (blocks, torch.bfloat16)
         specs["step"] = ((blocks[0], 2 * blocks[1]), torch.uint8)  # 16-bit integers, which collectives do not carry
     else:
-        specs["scale"] = (blocks, torch.float32 if format.scale == "fp32" else torch.bfloat16)
+        specs["scale"] = (blocks, _SCALE_DTYPES.get(format.scale, torch.bfloat16))
+    if format.two_level:
+        specs["tensor_scale"] = (by_slice(1), torch.float32)
     return specs
 
 
@@ -162,6 +168,8 @@ class Storage:
         if "step" in tensors and storage.layout.rows * storage.layout.cols:
             # As the codec writes a block of zeros: one value, one byte pattern.
             tensors["step"].view(torch.int16).fill_(1)
+        if format.two_level:
+            tensors["tensor_scale"].copy_(codec.tensor_scale_for(torch.zeros(1, 1, device=device)))
         if "codes" in tensors and format.zero_code and storage.layout.rows:
             one_row = codec.encode(torch.zeros(1, storage.layout.cols), format)
             for name in ("codes", "hidden"):
@@ -195,6 +203,13 @@ class Storage:
         for name, part in parts.items():
             target[name].copy_(part)
 
+    def cut(self, start: int, stop: int) -> Storage:
+        """Slices ``start ... stop - 1`` of dimension 0, as views of the stored bytes."""
+        shape = (stop - start, *self.shape[1:])
+        specs = tensor_specs(self.format, shape)
+        tensors = {name: tensor[start:stop].view(specs[name][0]) for name, tensor in self.tensors.items()}
+        return Storage(self.format, shape, tensors)
+
     def decode(self, visible: bool = False) -> Tensor:
         """The values, fp32, in the tensor's shape; `visible` leaves hidden bits out."""
         if math.prod(self.shape) == 0:
@@ -206,22 +221,38 @@ class Storage:
         parts = self.slab(0, self.layout.rows)
         return codec.decode(parts, self.layout.cols, self.format, visible).view(self.shape)
 
+    @exact_arithmetic()
     def encode_(
         self, x: Tensor, u: Tensor | None = None, *, rounding: str = "stochastic", scale: Tensor | None = None
     ) -> Storage:
         """Stores the values of `x`, with new scales or those given; rounds to nearest, or with dither `u`.
 
-        A given `scale` is fp32, ``[rows, blocks]``, of values that the format stores exactly.
+        A given `scale` is fp32, ``[rows, blocks]``, of values that the format stores exactly (under the tensor's scale
+        that is there, if the format has one).
         """
         if tuple(x.shape) != self.shape:
             raise ValueError(f"cannot store a tensor of shape {tuple(x.shape)} in storage of shape {self.shape}")
         if x.numel() == 0 or self.format.kind == "none":
             return self
-        values = x.detach().to(torch.float32).reshape(self.layout.rows, self.layout.cols)
+        values = x.detach().reshape(self.layout.rows, self.layout.cols)
         if self.format.kind == "factored":
             self._factorize(values)
-        else:
-            self.write(0, self.layout.rows, codec.encode(values, self.format, u, rounding=rounding, scale=scale))
+            return self
+        unit = None
+        if self.format.two_level:
+            least, most = values.aminmax()
+            unit = codec.tensor_scale_for(torch.stack((least, most)).to(torch.float32)[None]).expand(len(values), 1)
+            unit = unit if scale is None else self.slab(0, self.layout.rows)["tensor_scale"]
+        whole = self.format.granularity == "tensor" and self.format.scaled
+        step = self.layout.rows if whole else max(1, _SLAB // max(1, self.layout.cols))
+        for start in range(0, self.layout.rows, step):  # rows are independent: nothing as large as the tensor is made
+            slab = slice(start, min(start + step, self.layout.rows))
+            dither = None if u is None else u.view(self.layout.rows, -1)[slab]
+            given = scale if scale is None or whole else scale[slab]
+            slab_values = values[slab].to(torch.float32)
+            own = None if unit is None else unit[slab]
+            parts = codec.encode(slab_values, self.format, dither, rounding=rounding, scale=given, tensor_scale=own)
+            self.write(slab.start, slab.stop, parts)
         return self
 
     def _factorize(self, values: Tensor) -> None:

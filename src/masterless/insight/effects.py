@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from masterless.formats import parse
-from masterless.formats.codec import bits_float, read_log_metadata
+from masterless.formats.codec import bits_float, read_log_metadata, read_scale
 from masterless.formats.packing import unpack
 from masterless.formats.storage import Storage, factored_rows
 from masterless.insight import forecast as predict
@@ -212,7 +212,7 @@ def codes_of(storage: Storage) -> Tensor:
     format, cols = storage.format, storage.layout.cols
     if not format.scaled:
         return storage.rows_of("values")
-    codes = unpack(storage.rows_of("codes"), cols, format.bits)
+    codes = unpack(storage.rows_of("codes"), cols, format.bits, format.adjacent)
     if format.fine_bits:
         codes = (codes << format.fine_bits) + unpack(storage.rows_of("hidden"), cols, format.fine_bits)
     return codes
@@ -222,7 +222,7 @@ def _histogram(storage: Storage) -> list[int] | None:
     """How often each code occurs (hidden bits left out); None for plain formats."""
     if not storage.format.scaled:
         return None
-    codes = unpack(storage.rows_of("codes"), storage.layout.cols, storage.format.bits)
+    codes = unpack(storage.rows_of("codes"), storage.layout.cols, storage.format.bits, storage.format.adjacent)
     return torch.bincount(codes.flatten(), minlength=2**storage.format.bits).tolist()
 
 
@@ -242,7 +242,7 @@ def _clipped(storage: Storage, exact: Tensor) -> float | None:
         last = 2**format.bits - 1 - flag.to(torch.int64)
         bottom = bits_float((top - last * step).clamp(min=0))
         return _share((exact > spread(bits_float(top))) | ((exact > 0) & (exact < spread(bottom))))
-    scale = spread(storage.rows_of("scale").to(torch.float32))
+    scale = spread(read_scale(storage.slab(0, storage.layout.rows), format))
     return _share((exact > scale * format.levels[-1]) | (exact < scale * format.levels[0]))
 
 

@@ -80,7 +80,8 @@ def relative_gaps(storage: Storage) -> Tensor:
     span[0], span[-1] = levels[1] - levels[0], levels[-1] - levels[-2]
     table = torch.zeros(2**format.bits)
     table[codes] = torch.where(levels != 0, span / levels.abs(), 0.0).to(torch.float32)
-    return table.to(values.device)[unpack(storage.rows_of("codes"), storage.layout.cols, format.bits)]
+    codes = unpack(storage.rows_of("codes"), storage.layout.cols, format.bits, format.adjacent)
+    return table.to(values.device)[codes]
 
 
 def _spread_of(gaps: Tensor) -> list[float]:

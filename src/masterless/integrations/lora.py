@@ -118,10 +118,12 @@ def _rounded(old: QuantizedTensor, values: Tensor, format: Format) -> QuantizedT
     """Values in a format, under the scales of the old tensor where these still serve."""
     storage = Storage.zeros(format, old.shape, old.device)
     rows = values.reshape(storage.layout.rows, -1)
-    held = old.stored.tensors["scale"] if format == old.format else None
-    if held is not None:
-        held = held.view(1, 1) if format.granularity == "tensor" else held.reshape(storage.layout.rows, -1)
-    return QuantizedTensor(storage.encode_(values, scale=next_scale(format, "held", rows, held)), old.dtype)
+    scale = None
+    if format == old.format:
+        scale = next_scale(format, "held", rows, old.stored.slab(0, storage.layout.rows))
+        if format.two_level:
+            storage.tensors["tensor_scale"].copy_(old.stored.tensors["tensor_scale"])
+    return QuantizedTensor(storage.encode_(values, scale=scale), old.dtype)
 
 
 def _rms(values: Tensor) -> float:

@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -48,7 +48,7 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: if the model holds something that a safetensors file cannot, with its name.
     """
-    save_file = _library("safetensors.torch").save_file
+    save_file = library("safetensors.torch").save_file
     tensors: dict[str, Tensor] = {}
     quantized: dict[str, dict[str, Any]] = {}
     tied: dict[str, str] = {}
@@ -73,7 +73,7 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> None:
             tensors[key] = tensor
     description = {"layout": LAYOUT, "version": __version__, "quantized": quantized, "tied": tied}
     about, tensors = json.dumps(description), _apart(tensors)
-    metadata = {"format": "pt", ABOUT: about, DIGEST: _digest(about, tensors, tensors.__getitem__)}
+    metadata = {"format": "pt", ABOUT: about, DIGEST: digest_of(about, tensors, tensors.__getitem__)}
     with replacing(path) as part:
         save_file(tensors, part, metadata=metadata)
 
@@ -91,17 +91,17 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> list[str
     Raises:
         ValueError: if names, shapes or formats do not match, or the file is damaged; the model is then unchanged.
     """
-    library = _library("safetensors")
+    st = library("safetensors")
     open_regular(path).close()  # the library would wait for a pipe
     try:
-        opened = library.safe_open(os.fspath(path), framework="pt", device="cpu")
-    except (library.SafetensorError, OSError) as error:
+        opened = st.safe_open(os.fspath(path), framework="pt", device="cpu")
+    except (st.SafetensorError, OSError) as error:
         raise FileError(f"{path}: no safetensors file, or damaged ({reason_of(error)}); save it again") from error
     with opened as file:
         entries = _entries_in(file, path)
         _verify(file, path)
         targets = dict(_entries_of(model))
-        sources = _match(targets, entries, path)
+        sources = match_names(targets, entries, path)
         for name, source in sources.items():
             _check(name, targets[name], entries[source], file, path)
         _check_ties(targets, sources, entries, file, path)
@@ -169,14 +169,15 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 # --- the file ----------------------------------------------------------------------------------------------
 
 
-def _library(name: str) -> Any:
+def library(name: str) -> Any:
+    """A module of the package safetensors, or an error that says how to get it."""
     try:
         return import_module(name)
     except ImportError as error:
         raise ImportError("safetensors files need the package safetensors: pip install safetensors") from error
 
 
-def _digest(about: str, names: Iterable[str], read: Callable[[str], Tensor]) -> str:
+def digest_of(about: str, names: Iterable[str], read: Callable[[str], Tensor]) -> str:
     """A digest of the description and of the tensors, which are read one after the other."""
     digest = hashlib.sha256(about.encode())
     for name in sorted(names):
@@ -189,7 +190,7 @@ def _digest(about: str, names: Iterable[str], read: Callable[[str], Tensor]) -> 
 def _verify(file: Any, path: Any) -> None:
     metadata = file.metadata() or {}
     if DIGEST in metadata:
-        if _digest(metadata.get(ABOUT, ""), file.keys(), file.get_tensor) != metadata[DIGEST]:
+        if digest_of(metadata.get(ABOUT, ""), file.keys(), file.get_tensor) != metadata[DIGEST]:
             raise FileError(f"{path} is damaged: its SHA-256 is not the one it was saved with; restore it from a copy")
     elif ABOUT in metadata:
         message = f"{path} was saved without a checksum, damage to it would go unnoticed; load it and save it again"
@@ -237,12 +238,13 @@ def _described(description: dict[str, Any], file: Any, path: Any) -> dict[str, _
 # --- what fits where ---------------------------------------------------------------------------------------
 
 
-def _listing(names: set[str]) -> str:
+def listing(names: set[str]) -> str:
+    """The first few of some names."""
     shown = ", ".join(sorted(names)[:_MOST_NAMES])
     return shown + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")
 
 
-def _match(targets: dict[str, Tensor], entries: dict[str, _Entry], path: Any) -> dict[str, str]:
+def match_names(targets: Mapping[str, Tensor], entries: Mapping[str, Any], path: Any) -> dict[str, str]:
     """Which name of the file each tensor of the model is loaded from. Of tied names one in the file is enough."""
     by_identity: dict[int, list[str]] = {}
     for name, target in targets.items():
@@ -252,9 +254,9 @@ def _match(targets: dict[str, Tensor], entries: dict[str, _Entry], path: Any) ->
     if missing or unexpected:
         lines = [f"{path} does not fit the model."]
         if missing:
-            lines.append(f"Not in the file: {_listing(missing)}.")
+            lines.append(f"Not in the file: {listing(missing)}.")
         if unexpected:
-            lines.append(f"Not in the model: {_listing(unexpected)}.")
+            lines.append(f"Not in the model: {listing(unexpected)}.")
         lines.append("Build the model as it was when the file was saved, or rename the tensors")
         raise ValueError(" ".join(lines))
     return {names[0]: next(n for n in names if n in entries) for names in by_identity.values()}

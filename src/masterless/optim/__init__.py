@@ -4,6 +4,7 @@ from masterless.optim.adafactor import Adafactor
 from masterless.optim.adam import AdaBelief, Adam, AdamW
 from masterless.optim.base import LossyUpdateWarning, LowBitOptimizer, NonFiniteGradientError
 from masterless.optim.beta import beta_for_bits
+from masterless.optim.muon import Muon, muon_groups
 from masterless.optim.sgd import SGD, Lion, RMSprop
 
 __all__ = [
@@ -15,7 +16,9 @@ __all__ = [
     "Lion",
     "LossyUpdateWarning",
     "LowBitOptimizer",
+    "Muon",
     "NonFiniteGradientError",
     "RMSprop",
     "beta_for_bits",
+    "muon_groups",
 ]

@@ -69,7 +69,7 @@ class LowBitOptimizer(Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.nonfinite_counts = {}
         self.reset_counts = {}
-        self.plan = StepPlan()
+        self.plan = self.new_plan()
         defaults = {**COMMON_DEFAULTS, **defaults, "masterless_version": state_dict.VERSION}
         self._check_group(dict(defaults))  # a copy: what "auto" resolves to is each group's own affair
         super().__init__(params, defaults)
@@ -98,6 +98,10 @@ class LowBitOptimizer(Optimizer):
     def has_momentum(self, group: dict[str, Any]) -> bool:
         """Whether the rule keeps a first moment under the group's hyperparameters."""
         return self.momentum(group) > 0.0
+
+    def new_plan(self) -> StepPlan:
+        """How it steps its parameters: what it keeps between steps, which can be thrown away at any time."""
+        return StepPlan()
 
     def check_hyperparameters(self, group: dict[str, Any]) -> None:
         """Raises a ValueError for a hyperparameter that cannot be."""
@@ -154,7 +158,8 @@ class LowBitOptimizer(Optimizer):
         require(scope in ("matrices", "all"), "quantize_states", scope, "'matrices' or 'all'")
         compensation = group["error_compensation"]
         require(compensation in (None, True, False), "error_compensation", compensation, "None, True or False")
-        require(group["nonfinite"] in ("raise", "skip"), "nonfinite", group["nonfinite"], "'raise' or 'skip'")
+        known = ("raise", "raise-now", "skip")
+        require(group["nonfinite"] in known, "nonfinite", group["nonfinite"], "'raise', 'raise-now' or 'skip'")
         seed = group["seed"]
         require(isinstance(seed, int) and 0 <= seed < 2**63, "seed", seed, "a non-negative 63-bit integer")
         dispatch.check_choice(group["backend"])
@@ -311,7 +316,18 @@ class LowBitOptimizer(Optimizer):
     @torch.no_grad()
     def step_parameters(self, parameters: Iterable[Member]) -> None:
         """Steps some of the parameters, given as `parameters` yields them; those without a gradient stay."""
-        bad = self.plan.step(self, list(parameters))
+        self.synchronize()
+        self._report(self.plan.step(self, list(parameters)))
+
+    def synchronize(self) -> None:
+        """Waits for the last step on a device that runs behind, and raises or counts what was not finite in it.
+
+        On the CPU there is nothing to wait for. `step`, `state_dict` and `reset_state` call it first.
+        """
+        self._report(self.plan.settle())
+
+    def _report(self, bad: Iterable[tuple[Member, int]]) -> None:
+        """Raises or counts what was not finite in a step."""
         fatal = [f"{name} ({count} elements)" for (group, _, name), count in bad if group["nonfinite"] != "skip"]
         if fatal:
             raise NonFiniteGradientError(self.plan.complaint(fatal))
@@ -338,9 +354,15 @@ class LowBitOptimizer(Optimizer):
         Returns:
             How many elements were really cleared (not zero before), by parameter and in total. ``print`` it.
         """
+        self.synchronize()
         return resets.reset_state(self, params, states, mode)
 
     # --- checkpoints --------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; waits for the last step first."""
+        self.synchronize()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this optimizer, of the same with other formats, or of its torch.optim twin.
@@ -371,7 +393,7 @@ class LowBitOptimizer(Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("nonfinite_counts", {})
         self.__dict__.setdefault("reset_counts", {})
-        self.plan = StepPlan()
+        self.plan = self.new_plan()
         state_dict.finish_load(self)
 
     def torch_state_dict(self) -> dict[str, Any]:

@@ -31,7 +31,9 @@ class Options(TypedDict, total=False):
             default): wherever the rule has a momentum that can carry it; True: refuse where it cannot; False: drop it.
         scale_policy: of quantized weights: "held" or "recompute".
         quantize_states: which parameters get low-bit states: "matrices", or "all" (vectors and narrow matrices too).
-        nonfinite: on NaN or infinite gradients: "raise", with nothing changed, or "skip" the tile and only count.
+        nonfinite: on NaN or infinite gradients: "raise", with nothing changed, or "skip" the tile and only count. On a
+            GPU the host does not wait for a step: the error is raised by the next call (or `synchronize()`), before it
+            does anything; "raise-now" waits, and raises at once.
         reset: when second moments that stall are restarted: None (never), "auto" (the predicted period, where one is
             due), a number of steps, or "adaptive" (measured); see `masterless.optim.resets.ResetSchedule`.
         seed: of the random bits.

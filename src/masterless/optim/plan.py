@@ -5,15 +5,17 @@ Contract:
       (`Entry`), and all that the last step put together (`Batch`). A later step fills in gradients, the keys of random
       bits and the rules' scalars (`dispatch.Turn`).
     * Nothing is assumed to have stayed. Every step looks at every tensor and option that a description was made from
-      (`_fingerprint`) and makes anew what differs; there, storages are validated. Gradients are checked every time.
+      (`optim.watch`) and makes anew what differs; there, storages are validated. Gradients are checked every
+      time.
     * All checks come first: whatever is refused, no parameter has moved and no step is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
+from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -28,18 +30,18 @@ from masterless.formats.rounding import PURPOSES, of_signed, parameter_id, strea
 from masterless.formats.scaling import FROZEN
 from masterless.formats.storage import Storage, StorageError, memory_fault
 from masterless.optim import resets, units
+from masterless.optim.watch import Member, Watch
 from masterless.step import dispatch
-from masterless.step.rules import Scalars, check_scalars
+from masterless.step.rules import Rule, Scalars, check_scalars
 from masterless.step.task import Task
-from masterless.tensor.quantized import QuantizedTensor, local_of, weight_storage
+from masterless.tensor.quantized import local_of, weight_storage
 
 if TYPE_CHECKING:
     from masterless.optim.base import LowBitOptimizer
 
-Member = tuple[dict[str, Any], Tensor, str]  # a parameter between its group and its name
 PLAIN = {torch.float32: parse("fp32"), torch.bfloat16: parse("bf16")}
 _address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
-_dtype, _shape, _nbytes = map(attrgetter, ("dtype", "shape", "nbytes"))
+_shape = attrgetter("shape")
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class Entry:
     prepared: Any
     identity: int  # of the random bits
     counter: Any  # a memoryview of ``state["step"]``: hundreds of tensor additions outlast the kernel
-    fingerprint: list[Any] | None  # None: unknowable, or good for this step only
+    watch: Watch | None  # None: unknowable, or good for this step only
     original: Tensor | None = None  # of a weight that is not contiguous, and is stepped in a copy
 
 
@@ -60,10 +62,13 @@ class Batch:
     """Entries that are stepped together, put together for their backends."""
 
     entries: list[Entry]
-    fingerprint: list[Any] | None
+    watch: Watch | None  # None: good for one step only
     parts: list[tuple[dispatch.Backend, list[int], Any]]  # a backend, which entries are its own, their description
     identities: NDArray[np.uint64]
     ages_differ: bool  # whether a moment of any parameter is younger than the parameter
+    sharded: bool  # whether other ranks hold parts of any of them
+    kinds: list[tuple[dict[str, Any], Rule]]  # the different pairs of group and rule ...
+    which: list[int]  # ... and which of them each parameter has
 
 
 class StepPlan:
@@ -74,6 +79,7 @@ class StepPlan:
         self.batch: Batch | None = None
         self.addresses: list[int] = []  # of the last step's gradients
         self.moved = True  # whether the last step moved anything
+        self.unsettled: list[tuple[dispatch.Outcome, Batch, Sequence[Member]]] = []  # steps that the host ran ahead of
 
     def step(self, optimizer: LowBitOptimizer, members: Sequence[Member]) -> list[tuple[Member, int]]:
         """Steps the parameters that have a gradient; returns those with bad elements, and how many.
@@ -85,13 +91,16 @@ class StepPlan:
         if not members:
             return []
         batch = self._current(optimizer, members, grads)
-        turn = _turn(optimizer, batch, members, grads)
+        turn = turn_of(optimizer, batch, members, grads)
         afterwards = [
             resets.before_step(optimizer, group, p, name) for group, p, name in members if group["reset"] is not None
         ]
-        outcome = _perform(batch, turn)
+        turn.later = not afterwards and all(group["nonfinite"] != "raise-now" for group in optimizer.param_groups)
+        outcome = perform(batch, turn)
+        if outcome.settle is not None:
+            self.unsettled.append((outcome, batch, members))
         self.moved = outcome.moved
-        bad = [(members[i], int(outcome.bad[i])) for i in np.flatnonzero(outcome.bad).tolist()]
+        bad = _bad(outcome, members)
         if not outcome.moved:
             return bad
         for entry in batch.entries:
@@ -102,6 +111,23 @@ class StepPlan:
         for cleared in (cleared for finish in afterwards for cleared in finish()):
             counts = optimizer.reset_counts
             counts[cleared.parameter] = counts.get(cleared.parameter, 0) + cleared.cleared
+        return bad
+
+    def settle(self) -> list[tuple[Member, int]]:
+        """Waits for steps that the host ran ahead of; returns what was bad in them, as `step` does.
+
+        A step that was stopped on its device is taken back from the counters: it has moved nothing.
+        """
+        bad = []
+        while self.unsettled:
+            outcome, batch, members = self.unsettled.pop(0)
+            assert outcome.settle is not None
+            known = outcome.settle()
+            self.moved = known.moved
+            if not known.moved:
+                for entry in batch.entries:
+                    entry.counter[0] -= 1
+            bad += _bad(known, members)
         return bad
 
     def complaint(self, found: Sequence[str]) -> str:
@@ -121,19 +147,22 @@ class StepPlan:
 
     def _current(self, optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> Batch:
         """The last step's batch if everything is as it was then, else one of entries that are made anew as need be."""
-        fingerprint = _fingerprint(optimizer, members, grads)
-        if self.batch is not None and fingerprint is not None and self.batch.fingerprint == fingerprint:
+        if (
+            self.batch is not None
+            and self.batch.watch is not None
+            and self.batch.watch.holds(optimizer, members, grads)
+        ):
             return self.batch
         present = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.entries = {key: entry for key, entry in self.entries.items() if key in present}
         entries = []
         for member, grad in zip(members, grads, strict=True):
-            known, own = self.entries.get(id(member[1])), _fingerprint(optimizer, [member], [grad])
-            if known is None or own is None or known.fingerprint != own:
+            known = self.entries.get(id(member[1]))
+            if known is None or known.watch is None or not known.watch.holds(optimizer, [member], [grad]):
                 known = self.entries[id(member[1])] = _entry(optimizer, member, grad)
             entries.append(known)
-        kept = all(entry.fingerprint is not None for entry in entries)
-        self.batch = _batch(entries, _fingerprint(optimizer, members, grads) if kept else None, members, optimizer)
+        kept = all(entry.watch is not None for entry in entries)
+        self.batch = batch_of(entries, Watch.of(optimizer, members, grads) if kept else None, members, optimizer)
         return self.batch
 
     def _with_gradients(
@@ -185,78 +214,19 @@ def _checked_gradient(optimizer: LowBitOptimizer, member: Member, grad: Tensor) 
     return grad.contiguous()
 
 
-# --- what a description depends on ------------------------------------------------------------------------------
-
-
-def _fingerprint(optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> list[Any] | None:
-    """All that descriptions of these parameters depend on: equal fingerprints, equal descriptions. None: unknowable.
-
-    Tensors are known by address, bytes and contiguity: whatever replaces, casts, cuts, transposes or resizes one
-    changes one of these. This is all the Python a parameter costs in a step, hence its loops run inside `map`.
-    """
-    groups, parameters, names = zip(*members, strict=True)
-    state = optimizer.state
-    group_ids = [*map(id, groups)]
-    # A frozen storage is known by its identity, its tensors' memory is not.
-    stored = [p.stored for p in parameters if isinstance(p, QuantizedTensor)]
-    try:
-        tensors = [
-            *chain.from_iterable([state[p].values() for p in parameters]),
-            *[p for p in parameters if not isinstance(p, QuantizedTensor)],
-            *chain.from_iterable([storage.tensors.values() for storage in stored]),
-        ]
-        return [
-            *map(id, parameters),
-            *names,
-            *chain.from_iterable([state[p] for p in parameters]),
-            *group_ids,
-            *[_settings(optimizer, group) for group in dict(zip(group_ids, groups, strict=True)).values()],
-            *map(_dtype, grads),
-            *map(id, stored),
-            *map(_address, tensors),
-            *map(_nbytes, tensors),
-            *map(_is_contiguous, tensors),
-            *map(_shape, [p for p in parameters if not isinstance(p, QuantizedTensor)]),
-        ]
-    except TypeError:  # somebody keeps things in the state that are no tensors
-        return None
-
-
-def _settings(optimizer: LowBitOptimizer, group: dict[str, Any]) -> tuple[Any, ...]:
-    """What of a group's options goes into a description. Hyperparameters that a schedule changes do not."""
-    return (
-        optimizer.rule(group),
-        optimizer.rule(group, True),
-        optimizer.has_momentum(group),
-        optimizer.first_name and group[optimizer.first_name],
-        optimizer.second_name and group[optimizer.second_name],
-        group["quantize_states"],
-        group["backend"],
-        group["rounding"],
-        group["weight_rounding"],
-        group["error_compensation"],
-        group["maximize"],
-    )
-
-
 # --- descriptions -----------------------------------------------------------------------------------------------
 
 
 def _entry(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> Entry:
     """Describes one parameter's step; here its storages are validated."""
     group, p, name = member
-    try:
-        task, original = _task(optimizer, member, grad)
+    with explained(optimizer, name):
+        task, original = task_of(optimizer, member, grad)
         backend = dispatch.backend_of(task, group["backend"])
         prepared = backend.prepare([task])
-    except StorageError as error:
-        raise ValueError(
-            f"{type(optimizer).__name__}: parameter {name}: {error}. Formats are fixed once there is state: build "
-            f"another optimizer and load this one's state_dict(), which converts"
-        ) from None
     state = optimizer.state[p]
-    fingerprint = None if original is not None else _fingerprint(optimizer, [member], [grad])
-    return Entry(task, backend, prepared, parameter_id(name), counter_of(state), fingerprint, original)
+    watch = None if original is not None else Watch.of(optimizer, [member], [grad])
+    return Entry(task, backend, prepared, parameter_id(name), counter_of(state), watch, original)
 
 
 def counter_of(state: dict[str, Any]) -> Any:
@@ -264,8 +234,22 @@ def counter_of(state: dict[str, Any]) -> Any:
     return memoryview(state["step"].numpy().reshape(1))
 
 
-def _task(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> tuple[Task, Tensor | None]:
-    """One parameter's task; of a weight that is not contiguous over a copy, with the weight."""
+@contextmanager
+def explained(optimizer: LowBitOptimizer, name: str) -> Iterator[None]:
+    """Says of a stored tensor that does not fit whose it is and what to do."""
+    try:
+        yield
+    except StorageError as error:
+        raise ValueError(
+            f"{type(optimizer).__name__}: parameter {name}: {error}. Formats are fixed once there is state: build "
+            f"another optimizer and load this one's state_dict(), which converts"
+        ) from None
+
+
+def task_of(
+    optimizer: LowBitOptimizer, member: Member, grad: Tensor, rows: tuple[int, int] | None = None
+) -> tuple[Task, Tensor | None]:
+    """One parameter's task, or that of some of its rows; of a weight that is not contiguous over a copy, with it."""
     group, p, name = member
     local, states, weight, original = local_of(p), optimizer.state_storage(p, group), weight_storage(p), None
     compensated = optimizer.compensates(p, group)
@@ -275,6 +259,10 @@ def _task(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> tuple[Tas
         if not values.is_contiguous():
             original, values = values, values.contiguous()
         weight = Storage(PLAIN[p.dtype], tuple(local.shape), {"values": values})
+    where: dict[str, Any] = {} if local is p else _place(p)
+    if rows is not None:
+        weight, where = weight.cut(*rows), {"first_row": rows[0] * weight.layout.rows_per_slice}
+        states = {key: state.cut(*rows) for key, state in states.items()}
     states_rounding = group["rounding"]
     rounding = {
         "weight": group["weight_rounding"],
@@ -294,7 +282,7 @@ def _task(optimizer: LowBitOptimizer, member: Member, grad: Tensor) -> tuple[Tas
         keys=dict.fromkeys(PURPOSES, 0),
         inject=compensated,
         maximize=group["maximize"],
-        **({} if local is p else _place(p)),
+        **where,
     )
     return task, original
 
@@ -305,9 +293,8 @@ def _place(p: Tensor) -> dict[str, Any]:
     return Place.of(p).task_fields(p.device)
 
 
-def _batch(
-    entries: list[Entry], fingerprint: list[Any] | None, members: Sequence[Member], optimizer: LowBitOptimizer
-) -> Batch:
+def batch_of(entries: list[Entry], watch: Watch | None, members: Sequence[Member], optimizer: LowBitOptimizer) -> Batch:
+    """Entries put together for their backends."""
     by_backend: dict[int, tuple[dispatch.Backend, list[int]]] = {}
     for i, entry in enumerate(entries):
         by_backend.setdefault(id(entry.backend), (entry.backend, []))[1].append(i)
@@ -317,70 +304,84 @@ def _batch(
         parts.append((backend, indices, prepared[0] if len(prepared) == 1 else backend.join(prepared)))
     ages_differ = any(key.endswith(".reset_step") for _, p, _ in members for key in optimizer.state[p])
     identities = np.array([entry.identity for entry in entries], dtype=np.uint64)
-    return Batch(entries, fingerprint, parts, identities, ages_differ)
+    pairs = [(group, entry.task.rule) for (group, _, _), entry in zip(members, entries, strict=True)]
+    kinds = {(id(group), id(rule)): (group, rule) for group, rule in pairs}
+    position = {kind: i for i, kind in enumerate(kinds)}
+    which = [position[id(group), id(rule)] for group, rule in pairs]
+    sharded = any(entry.task.sharded for entry in entries)
+    return Batch(entries, watch, parts, identities, ages_differ, sharded, [*kinds.values()], which)
+
+
+def _bad(outcome: dispatch.Outcome, members: Sequence[Member]) -> list[tuple[Member, int]]:
+    return [(members[i], int(outcome.bad[i])) for i in np.flatnonzero(outcome.bad).tolist()]
 
 
 # --- one step ---------------------------------------------------------------------------------------------------
 
 
-def _turn(
+def turn_of(
     optimizer: LowBitOptimizer, batch: Batch, members: Sequence[Member], grads: Sequence[Tensor]
 ) -> dispatch.Turn:
     """The numbers of the coming step: parameters of one group, rule and age share their scalars."""
-    groups: Sequence[dict[str, Any]] = [group for group, _, _ in members]
     counts = [entry.counter[0] + 1 for entry in batch.entries]
-    rules = [entry.task.rule for entry in batch.entries]
     if batch.ages_differ:
         states = [optimizer.state[p] for _, p, _ in members]
         ages = [tuple(age + 1 for age in optimizer._local_steps(state)) for state in states]
     else:
-        ages = [(count, count) for count in counts]
-    kinds = [*zip(map(id, groups), map(id, rules), ages, strict=True)]
-    position: dict[Any, int] = {}
+        ages = [(count, count) for count in counts] if counts.count(counts[0]) < len(counts) else [(counts[0],) * 2]
+    if len(ages) == 1:  # as usual: what differs is known
+        different, which = [(kind, ages[0]) for kind in range(len(batch.kinds))], batch.which
+    else:
+        position: dict[Any, int] = {}
+        which = [position.setdefault(pair, len(position)) for pair in zip(batch.which, ages, strict=True)]
+        different = [*position]
     numbers: list[tuple[Scalars, dict[str, Any], str]] = []
-    for kind, group, rule in zip(kinds, groups, rules, strict=True):
-        if kind not in position:
-            position[kind] = len(numbers)
-            scalars = rule.scalars(group, *kind[2])
-            check_scalars(scalars, group)  # hyperparameters are the user's to change at any time
-            numbers.append((scalars, group, _scale_policy(group, scalars)))
-    seeds = np.array([group["seed"] for group in groups], dtype=np.uint64)
+    for kind, age in different:
+        group, rule = batch.kinds[kind]
+        scalars = rule.scalars(group, *age)
+        check_scalars(scalars, group)  # hyperparameters are the user's to change at any time
+        numbers.append((scalars, group, scale_policy(group, scalars)))
+    seeds = np.array([group["seed"] for group, _ in batch.kinds], dtype=np.uint64)
+    finite = [group["nonfinite"] != "skip" for group, _ in batch.kinds]
     return dispatch.Turn(
         grads=grads,
-        keys=stream_keys(seeds, np.array(counts, dtype=np.uint64), batch.identities),
+        keys=stream_keys(seeds[batch.which], np.array(counts, dtype=np.uint64), batch.identities),
         numbers=numbers,
-        which=[position[kind] for kind in kinds],
-        must_be_finite=[group["nonfinite"] != "skip" for group in groups],
+        which=which,
+        must_be_finite=[finite[kind] for kind in batch.which],
     )
 
 
-def _scale_policy(group: dict[str, Any], scalars: Scalars) -> str:
+def scale_policy(group: dict[str, Any], scalars: Scalars) -> str:
     """The group's; but a step that moves nothing (lr = 0) must not change a scale either."""
     return FROZEN if scalars.step_size == 0.0 and scalars.decay == 1.0 else group["scale_policy"]
 
 
-def _perform(batch: Batch, turn: dispatch.Turn) -> dispatch.Outcome:
+def perform(batch: Batch, turn: dispatch.Turn) -> dispatch.Outcome:
     """Lets every backend step its part, unless a gradient that must be finite is not: then nobody moves."""
-    sharded = [entry.task.sharded for entry in batch.entries]
-    if len(batch.parts) == 1 and not any(sharded):
+    if len(batch.parts) == 1 and not batch.sharded:
         backend, _, prepared = batch.parts[0]
         return backend.step(prepared, turn)
     turns = [turn.some(indices) for _, indices, _ in batch.parts]
     bad = np.zeros(len(batch.entries), dtype=np.int64)
     for (backend, indices, prepared), own in zip(batch.parts, turns, strict=True):
         bad[indices] = backend.step(prepared, own, only_survey=True).bad
-    mine, bad = bad, _of_all_ranks(batch, bad) if any(sharded) else bad.copy()
+    tasks = [entry.task for entry in batch.entries]
+    mine, bad = bad, np.array(of_all_ranks(tasks, bad.tolist()))
     moved = not bool((bad * np.asarray(turn.must_be_finite)).any())
     if moved:
         more = np.zeros_like(bad)  # than their gradients say: targets
         for (backend, indices, prepared), own in zip(batch.parts, turns, strict=True):
             outcome = backend.step(prepared, replace(own, must_be_finite=[False]))  # they are: no need to look again
             more[indices] = np.maximum(outcome.bad - mine[indices], 0)
-        bad = bad + (_of_all_ranks(batch, more) if any(sharded) else more)
+        bad = bad + np.array(of_all_ranks(tasks, more.tolist()))
     return dispatch.Outcome(bad, moved)
 
 
-def _of_all_ranks(batch: Batch, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def of_all_ranks(tasks: Sequence[Task], counts: list[int]) -> list[int]:
+    """Counts of bad elements, summed over the ranks that share each parameter."""
+    if not any(task.sharded for task in tasks):
+        return counts
     from masterless.sharding.agreement import total_counts
 
-    return np.array(total_counts([entry.task for entry in batch.entries], counts.tolist()), dtype=np.int64)
+    return total_counts(tasks, counts)

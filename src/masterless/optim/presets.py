@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from masterless.formats import as_first_moment, as_second_moment, parse
 from masterless.formats.storage import predicted_bytes
 from masterless.optim import AdamW, LossyUpdateWarning
-from masterless.tensor.quantize import QuantizationReport, quantize_
+from masterless.tensor.quantize import QuantizationReport, quantize_, vocabulary_parameters
 from masterless.tensor.quantized import QuantizedTensor, as_weight, local_of
+
+VOCABULARY_WEIGHTS = "int8"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,20 @@ class Preset:
     options: Mapping[str, Any] = field(default_factory=dict)
     summary: str = ""
     from_pretrained: bool = True
+
+    @property
+    def vocabulary(self) -> str | None:
+        """Format of embeddings and output heads where a preset is for the whole model; None leaves them dense."""
+        return None if self.weights is None else VOCABULARY_WEIGHTS
+
+    @property
+    def vocabulary_options(self) -> dict[str, Any]:
+        """What differs for the group of embeddings and output heads of a whole model.
+
+        Row and column means say little of a table whose rows are mostly not in the batch, and they would keep it from
+        being stepped slice by slice: 4-bit codes take the place of a factored second moment.
+        """
+        return {"exp_avg_sq": "log4"} if self.options["exp_avg_sq"] == "factored" else {}
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -83,16 +99,15 @@ PRESETS: dict[str, Preset] = {
             betas=(0.35, 0.95),
             weight_rounding="nearest",
         ),
-        # Two bits of momentum are too coarse to carry the weights' residue as well: it is dropped.
         _preset(
             "1.3-byte",
-            "int8",
-            "INT8 weights, 2-bit first moment, factored second",
-            exp_avg="int2",
+            "int6",
+            "INT6 weights, 4-bit first moment, factored second",
+            exp_avg="int4",
             exp_avg_sq="factored",
-            betas=(0.527, 0.95),
-            error_compensation=False,
+            betas=(0.9, 0.95),
         ),
+        # Two bits of momentum are too coarse to carry the weights' residue as well: it is dropped.
         _preset(
             "1.3-byte-int4",
             "int4+4",
@@ -103,12 +118,20 @@ PRESETS: dict[str, Preset] = {
             error_compensation=False,
         ),
         _preset(
+            "1.5-byte",
+            "int8",
+            "INT8 weights, 4-bit first moment, factored second",
+            exp_avg="int4",
+            exp_avg_sq="factored",
+            betas=(0.9, 0.95),
+        ),
+        _preset(
             "1.8-byte",
-            "fp8",
-            "FP8 weights, 4-bit first moment, 2-bit second",
+            "int8",
+            "INT8 weights, 4-bit first moment, 2-bit second",
             exp_avg="int4",
             exp_avg_sq="log2",
-            betas=(0.82, 0.95),
+            betas=(0.9, 0.95),
         ),
         _preset(
             "1.8-byte-int4",
@@ -118,11 +141,29 @@ PRESETS: dict[str, Preset] = {
             exp_avg_sq="log2",
             betas=(0.82, 0.95),
         ),
+        # INT4 in groups of 32 is the grid of served INT4 checkpoints (Kimi-K2-Thinking's, GGUF's Q4_0): nothing is
+        # rounded on the way out.
+        _preset(
+            "2.1-byte-int4-32",
+            "int4+4:32",
+            "INT4 in groups of 32 in the forward pass, 4 hidden bits, 4-bit first moment, 4-bit second",
+            exp_avg="int4",
+            exp_avg_sq="log4",
+            betas=(0.9, 0.95),
+        ),
         # Two bytes tie with fp32 at twenty tokens per parameter and more (docs/presets.md): the one to start with.
         _preset(
             "2-byte",
             "int8",
             "INT8 weights, 4-bit first moment, 4-bit second",
+            exp_avg="int4",
+            exp_avg_sq="log4",
+            betas=(0.9, 0.95),
+        ),
+        _preset(
+            "2-byte-int4",
+            "int4+4",
+            "INT4 in the forward pass, 4 hidden bits, 4-bit first moment, 4-bit second",
             exp_avg="int4",
             exp_avg_sq="log4",
             betas=(0.9, 0.95),
@@ -146,7 +187,14 @@ def get_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def prepare(model: nn.Module, preset: str = "2-byte", lr: float | Tensor = 1e-3, **overrides: Any) -> AdamW:
+def prepare(
+    model: nn.Module,
+    preset: str = "2-byte",
+    lr: float | Tensor = 1e-3,
+    *,
+    whole_model: bool = False,
+    **overrides: Any,
+) -> AdamW:
     """Applies a preset to a model and returns the optimizer.
 
     Quantizes the model's inner matrices in place and builds AdamW over its named parameters with the preset's options.
@@ -157,6 +205,8 @@ def prepare(model: nn.Module, preset: str = "2-byte", lr: float | Tensor = 1e-3,
         model: any module, in float32 or bfloat16.
         preset: a name of `PRESETS`.
         lr: learning rate.
+        whole_model: also quantize embeddings and output heads (INT8), whatever the format of the matrices; their second
+            moment is 4-bit where the preset's is factored.
         **overrides: any argument of `AdamW`, in place of the preset's.
 
     Returns:
@@ -170,25 +220,40 @@ def prepare(model: nn.Module, preset: str = "2-byte", lr: float | Tensor = 1e-3,
     chosen = get_preset(preset)
     options = {**chosen.options, **overrides}
     _refuse_dtypes(model)
-    _refuse_other_formats(model, chosen)
+    _refuse_other_formats(model, chosen, whole_model)
     _rehearse(chosen, lr, options)
     _warn_of_pretrained(model, chosen)
     report = QuantizationReport()
     already = any(isinstance(local_of(p), QuantizedTensor) for p in model.parameters())
     if chosen.weights is not None and not already:
-        report = quantize_(model, chosen.weights)
-    optimizer = AdamW(decay_groups(model), lr=lr, **options)
+        report = quantize_(model, chosen.weights, vocabulary=chosen.vocabulary if whole_model else None)
+    groups = decay_groups(model, {**chosen.vocabulary_options, **overrides} if whole_model else None)
+    optimizer = AdamW(groups, lr=lr, **options)
     optimizer.quantization_report = report  # type: ignore[attr-defined]
     return optimizer
 
 
-def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Named parameters in two groups: matrices, and vectors (biases, norms) without weight decay."""
+def decay_groups(model: nn.Module, vocabulary: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Named parameters in groups: matrices, and vectors (biases, norms) without weight decay.
+
+    With options for them, quantized embeddings and heads are a third group.
+    """
     named = list(model.named_parameters())
-    matrices = [(name, p) for name, p in named if p.dim() > 1]
+    apart = set() if vocabulary is None else vocabulary_parameters(model)
+    tables = [(name, p) for name, p in named if id(p) in apart and isinstance(p, QuantizedTensor)]
+    known = {name for name, _ in tables}
+    matrices = [(name, p) for name, p in named if p.dim() > 1 and name not in known]
     vectors = [(name, p) for name, p in named if p.dim() <= 1]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices},
+        {"params": tables, **_group_options(vocabulary or {})},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
+
+
+def _group_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key not in ("foreach", "fused")}
 
 
 def _refuse_dtypes(model: nn.Module) -> None:
@@ -200,10 +265,12 @@ def _refuse_dtypes(model: nn.Module) -> None:
             )
 
 
-def _refuse_other_formats(model: nn.Module, preset: Preset) -> None:
-    wanted = None if preset.weights is None else as_weight(preset.weights)
+def _refuse_other_formats(model: nn.Module, preset: Preset, whole_model: bool) -> None:
+    tables = vocabulary_parameters(model) if whole_model and preset.vocabulary else set()
     for name, whole in model.named_parameters():
         p = local_of(whole)
+        format = preset.vocabulary if id(whole) in tables else preset.weights
+        wanted = None if format is None else as_weight(format)
         if isinstance(p, QuantizedTensor) and p.format != wanted:
             raise ValueError(
                 f"parameter {name!r} is already stored as '{p.format}' and preset {preset.name!r} is for "

@@ -262,8 +262,8 @@ def _decoded_rows(storage: Storage, start: int, stop: int) -> Tensor:
 
 
 def _rescale(storage: Storage, factor: float) -> None:
-    """Multiplies a stored tensor by `factor`: its scales where it has any; a positive number stays positive."""
-    if storage.format.kind == "log":
+    """Multiplies a stored tensor by `factor`: its scales if they are plain; a positive number stays positive."""
+    if storage.format.kind == "log" or storage.format.scale == "e8m0":
         storage.encode_(storage.decode() * factor)
         return
     for part, tensor in storage.tensors.items():
@@ -317,7 +317,8 @@ def sampled_codes(storage: Storage) -> Tensor:
     """A copy of the codes of evenly spaced rows, about `SAMPLE` of them (of a plain format: the values)."""
     stride = max(1, -(-storage.layout.rows * storage.layout.cols // SAMPLE))
     if storage.format.scaled:
-        return unpack(storage.rows_of("codes")[::stride], storage.layout.cols, storage.format.bits)
+        codes, format = storage.rows_of("codes")[::stride], storage.format
+        return unpack(codes, storage.layout.cols, format.bits, format.adjacent)
     return storage.rows_of("values")[::stride].clone()
 
 

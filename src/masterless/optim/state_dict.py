@@ -241,7 +241,7 @@ def export_to_torch(optimizer: LowBitOptimizer) -> dict[str, Any]:
         raise ValueError(
             f"{type(optimizer).__name__} has no counterpart in torch.optim that could load its state; save state_dict()"
         )
-    template = twin([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
+    template = twin([torch.nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
     state: dict[int, dict[str, Any]] = {}
     groups = []
     index = 0

@@ -103,6 +103,10 @@ class Place:
         stride = torch.empty(size, device="meta").stride()
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=torch.Size(size), stride=stride)
 
+    def gathered(self, local: Tensor) -> Tensor:
+        """The whole tensor of the parameter's shape of which every rank has the slices that it has of the parameter."""
+        return self.wrap(local, "values", self.shape).full_tensor()
+
     def cut(self, value: Tensor, part: str) -> Tensor:
         """This rank's part of a stored tensor that arrives whole, or as a DTensor that is cut like the parameter."""
         if isinstance(value, DTensor):

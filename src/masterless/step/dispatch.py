@@ -10,8 +10,10 @@ Contract:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -37,6 +39,7 @@ class Turn:
         numbers: the different sets of numbers: a rule's scalars, the group they come from, and the scale policy ...
         which: ... and which of them each task takes; a single entry is that of all tasks.
         must_be_finite: of each task (or a single entry for all): whether one bad gradient stops the whole step.
+        later: whether a backend that would have to wait for its device may tell later how the step went.
     """
 
     grads: Sequence[Tensor]
@@ -44,6 +47,7 @@ class Turn:
     numbers: Sequence[tuple[Scalars, Mapping[str, Any], str]]
     which: Sequence[int]
     must_be_finite: Sequence[bool]
+    later: bool = False
 
     def of(self, i: int) -> tuple[Tensor, NDArray[np.uint64], tuple[Scalars, Mapping[str, Any], str]]:
         """One task's part of it."""
@@ -60,10 +64,15 @@ class Turn:
 
 
 class Outcome(NamedTuple):
-    """How many elements of each gradient are not finite, and whether anything was allowed to move."""
+    """How many elements of each gradient are not finite, and whether anything was allowed to move.
+
+    With `settle` that is not known yet: it waits for the device and says how the step went. Until then nothing is known
+    to be bad. Whatever it will say, nothing bad was written, and a step that was stopped has moved nothing.
+    """
 
     bad: NDArray[np.int64]
     moved: bool
+    settle: Callable[[], Outcome] | None = None
 
 
 class Backend(Protocol):
@@ -101,7 +110,17 @@ def reference() -> Backend:
 def backend_of(task: Task, choice: str) -> Backend:
     """The backend that performs a task."""
     own = _backends.get(task.grad.device.type)
-    return own if choice == "auto" and own is not None and not own.refusal(task) else reference()
+    if choice != "auto" or own is None:
+        return reference()
+    refusal = own.refusal(task)
+    if refusal and task.grad.device.type != "cpu":  # the CPU's own backend says what it lacks, and lacks little
+        _warn_once(f"steps on {task.grad.device.type!r} run on the reference, many times slower: {refusal}")
+    return reference() if refusal else own
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def check_choice(choice: str) -> None:

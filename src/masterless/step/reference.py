@@ -17,6 +17,7 @@ Contract, row by row::
     * So does a tile with a target that is not finite, whatever made it so; of a weight with one scale, the whole
       parameter. (A factored second moment is an average of the gradients, which are finite: it goes on.) A moment that
       overflows though the target does not stops at the largest finite number.
+    * Every number counts, denormal ones included (`exact_arithmetic`).
     * Slabs of rows and shards of parameters are `backends.reference`'s, which calls `step_rows` for each.
 """
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from masterless.formats import codec, scaling
+from masterless.formats.arithmetic import exact_arithmetic
 from masterless.formats.layout import CHUNK
 from masterless.formats.packing import chunk_bytes
 from masterless.formats.rounding import dither
@@ -35,6 +37,7 @@ from masterless.step.statistics import Known
 from masterless.step.task import Task as Task
 
 
+@exact_arithmetic()
 def step(task: Task) -> int:
     """Performs one parameter's step in place; returns how many gradients or targets were not finite."""
     rows, cols = task.weight.layout.rows, task.weight.layout.cols
@@ -56,7 +59,8 @@ def step(task: Task) -> int:
 def finish(task: Task, known: Known) -> None:
     """Stores what all rows were decoded under until now: the scale of a weight that has only one."""
     if known.weight_scale is not None:
-        task.weight.tensors["scale"].copy_(known.weight_scale)
+        stored = codec.stored_scale(known.weight_scale, task.weight.format)
+        task.weight.tensors["scale"].copy_(stored["scale"])
 
 
 def step_rows(task: Task, known: Known, grad: Tensor, bad: Tensor, start: int, stop: int) -> int:
@@ -84,16 +88,17 @@ def step_rows(task: Task, known: Known, grad: Tensor, bad: Tensor, start: int, s
 
     scale = known.weight_scale
     if scale is None:
-        held = weight.slab(start, stop).get("scale")
-        scale = scaling.next_scale(weight.format, task.scale_policy, target, held)
+        scale = scaling.next_scale(weight.format, task.scale_policy, target, weight.slab(start, stop))
     # A master copy loses nothing, so its visible code is simply the nearest.
     u = None if weight.format.master else random_bits("weight")
-    new_weight = codec.encode(target, weight.format, u, scale=scale)
+    tensor_scale = weight.slab(start, stop).get("tensor_scale")
+    new_weight = codec.encode(target, weight.format, u, scale=scale, tensor_scale=tensor_scale)
     first = update.first
     if task.inject and first is not None:
         first = tile.injected(first, c, target - codec.decode(new_weight, cols, weight.format))
     if known.weight_scale is not None:
         del new_weight["scale"]
+    new_weight.pop("tensor_scale", None)  # stays as it was when the weight was made
     writes = [] if task.scale_policy == scaling.FROZEN else [(weight, new_weight)]
     if tile.keeps_first(task.rule, c):
         first = None

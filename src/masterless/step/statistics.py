@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from masterless.formats import scaling
+from masterless.formats import codec, scaling
 from masterless.formats.factored import sum_unit
 from masterless.formats.storage import factored_rows
 from masterless.step import tile
@@ -191,8 +191,7 @@ def _one_scale(task: Task, grad: Tensor, known: Known) -> tuple[Tensor, int]:
     peaks, lost = [], 0
     for a, b in slabs(*grad.shape):
         target, _ = advance_rows(task, known, grad[a:b], a, b)
-        peaks.append(target.abs().amax())
+        peaks.append(codec.block_peak(target, task.weight.format))
         lost += int((~target.isfinite()).sum())
-    absmax = torch.stack(peaks).amax().view(1, 1)
-    held = task.weight.tensors["scale"]
-    return scaling.scale_from_absmax(task.weight.format, task.scale_policy, absmax, held), lost
+    absmax = torch.cat(peaks).amax().view(1, 1)
+    return scaling.scale_from_absmax(task.weight.format, task.scale_policy, absmax, task.weight.tensors), lost

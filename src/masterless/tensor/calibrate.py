@@ -157,31 +157,35 @@ def quantized_weight(dense: Tensor, format: Format, moment: Tensor) -> Quantized
     values = dense.to(torch.float32).reshape(rows, -1)
     if not values.numel():
         return QuantizedTensor(storage, dense.dtype)
-    scale = best_scales(values, format, moment.diagonal())
-    parts = codec.encode(_repaired(values, scale, format, moment), format, scale=scale)
+    tensor_scale = codec.tensor_scale_for(values) if format.two_level else None
+    scale = best_scales(values, format, moment.diagonal(), tensor_scale)
+    parts = codec.encode(_repaired(values, scale, format, moment), format, scale=scale, tensor_scale=tensor_scale)
     parts.update(_residues(values, parts, format, scale))
     specs = tensor_specs(format, dense.shape)
     tensors = {name: part.reshape(specs[name][0]).to(specs[name][1]).contiguous() for name, part in parts.items()}
     return QuantizedTensor(Storage(format, tuple(dense.shape), tensors), dense.dtype)
 
 
-def best_scales(values: Tensor, format: Format, weight: Tensor) -> Tensor:
+def best_scales(values: Tensor, format: Format, weight: Tensor, tensor_scale: Tensor | None = None) -> Tensor:
     """Of every block the scale of the grid with the least squared error, weighted by column, of the visible code."""
-    absmax = codec.block_absmax(values, format)
+    absmax = codec.block_peak(values, format)
     if format.granularity == "tensor":
-        return _best_of_grid(values, absmax, format, weight)
+        return _best_of_grid(values, absmax, format, weight, None)
     # Some rows at a time, so that the passes over the grid stay in the cache.
     step = max(1, _CACHED // values.shape[1])
     starts = range(0, len(values), step)
-    return torch.cat([_best_of_grid(values[i : i + step], absmax[i : i + step], format, weight) for i in starts])
+    unit = None if tensor_scale is None else tensor_scale[:1]  # the same for all rows
+    return torch.cat([_best_of_grid(values[i : i + step], absmax[i : i + step], format, weight, unit) for i in starts])
 
 
-def _best_of_grid(values: Tensor, absmax: Tensor, format: Format, weight: Tensor) -> Tensor:
+def _best_of_grid(
+    values: Tensor, absmax: Tensor, format: Format, weight: Tensor, tensor_scale: Tensor | None
+) -> Tensor:
     visible = visible_format(format)
     levels = torch.tensor(visible.levels, dtype=torch.float32)
     best, least = torch.zeros_like(absmax), torch.full_like(absmax, torch.inf)
     for fraction in GRID:
-        scale = codec.scale_for(absmax * fraction, format)
+        scale = codec.scale_for(absmax * fraction, format, tensor_scale)
         divisor = codec._spread(torch.where(scale > 0, scale, 1.0), values.shape[1], format)
         squares = (_on_grid(values / divisor, levels, visible) * divisor - values).square_() * weight
         if format.granularity == "tensor":

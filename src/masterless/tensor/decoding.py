@@ -3,6 +3,7 @@
 Contract:
     * Matrix products, convolutions, embeddings and einsum decode their weights for the call. Autograd would keep the
       dense copies for the backward pass: it keeps the stored tensors instead and decodes them again.
+    * An embedding decodes the rows that it looks up (`tensor.rows`).
     * The same holds for products with a transposed view (`w.T`, `w.mT`, `w.transpose(...)`, `w.permute(...)`): it is
       a stored tensor, too. In everything else such a view is what it would be of a dense weight.
     * A weight that is changed between the two passes is an error, as it is for a dense one.
@@ -24,6 +25,7 @@ from masterless import formats
 from masterless.formats import Format
 from masterless.formats.storage import Storage
 from masterless.step import dispatch as ops
+from masterless.tensor import rows
 
 aten = torch.ops.aten
 
@@ -165,6 +167,8 @@ _outer_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", l
 
 def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls `func` with dense weights that autograd does not keep."""
+    if func is F.embedding and (gathered := _by_rows(*args, **kwargs)) is not None:
+        return gathered
     dense_of: dict[int, tuple[StoredTensor, Tensor]] = {}
     decoded: dict[int, Tensor] = {}
     outer = _outer_hooks(False)
@@ -177,6 +181,8 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             available = func in _AUTOCAST and torch.amp.is_autocast_available(device)  # not on the meta device
             cast = available and torch.is_autocast_enabled(device)
             dtype = torch.get_autocast_dtype(device) if cast else q.dtype
+            if (sink := rows.sink_of(q)) is not None:
+                sink.used_whole = True
             # Without gradients there is nothing to record, and in inference mode q.detach() could not be made.
             decoded[id(q)] = _Dequantize.apply(q, dtype) if torch.is_grad_enabled() else q.decode(dtype)
             if keeps:
@@ -204,6 +210,24 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         finally:  # autograd holds on to the hooks until the backward pass: they must not hold on to the weights
             dense_of.clear()
             decoded.clear()
+
+
+def _by_rows(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    """`F.embedding` of a stored table, decoding no more than its rows; None where that does not apply."""
+    if not isinstance(weight, StoredTensor) or isinstance(weight, TransposedView) or not rows.has_rows(weight.stored):
+        return None
+    unusual = max_norm is not None or scale_grad_by_freq or sparse or weight.device.type == "meta"
+    if unusual or torch._C._are_functorch_transforms_active():
+        return None
+    return rows.embedding(weight, input, padding_idx)
 
 
 # Under autocast these compute in its dtype, so the weight is decoded straight to it.

@@ -44,7 +44,7 @@ class Carrier(Tensor):
 def visible_specs(format: Format, shape: Sequence[int], slices: int) -> dict[str, Spec]:
     """The stored tensors of a piece that a forward pass reads, scales first so that they stay aligned."""
     specs = sliced_specs(format, shape, slices)
-    return {name: specs[name] for name in ("scale", "codes")}
+    return {name: specs[name] for name in ("tensor_scale", "scale", "codes") if name in specs}
 
 
 def _nbytes(spec: Spec) -> int:

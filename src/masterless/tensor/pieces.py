@@ -50,11 +50,8 @@ def refuse_tensor_scale(format: Format, shape: Sequence[int]) -> None:
 
 def piece(q: StoredTensor, start: int, stop: int) -> StoredTensor:
     """Slices ``start ... stop - 1`` of dimension 0, as views of the stored bytes."""
-    shape = (stop - start, *q.shape[1:])
     refuse_tensor_scale(q.format, q.shape)
-    specs = tensor_specs(q.format, shape)
-    tensors = {name: tensor[start:stop].view(specs[name][0]) for name, tensor in q.stored.tensors.items()}
-    return q.rewrapped(Storage(q.format, shape, tensors))
+    return q.rewrapped(q.stored.cut(start, stop))
 
 
 # --- operations: pieces for everybody, what else FSDP2 needs for FSDP2 ---------------------------------------------

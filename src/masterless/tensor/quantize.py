@@ -33,6 +33,7 @@ Selector = str | type[nn.Module]
 
 _HEADS = {"head", "lm_head", "classifier", "score", "embed_out", "unembed"}
 _ROUTERS = {"router", "gate"}
+VOCABULARY = ("embedding", "output head")  # kinds of parameters that `quantize_(vocabulary=)` is for
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 
 
@@ -99,6 +100,7 @@ def quantize_(
     include: Sequence[Selector] = (),
     exclude: Sequence[Selector] = (),
     rules: Mapping[str, str | Format | None] | None = None,
+    vocabulary: str | Format | None = None,
     like: Mapping[str, Any] | None = None,
 ) -> QuantizationReport:
     """Stores a model's matrices quantized, in place.
@@ -111,6 +113,7 @@ def quantize_(
         exclude: leave these alone; wins over `include`.
         rules: an explicit map from patterns of parameter names to formats (None: leave alone); the first pattern that
             matches decides, before everything else.
+        vocabulary: also quantize embeddings and output heads, in this format: "int8".
         like: a state dict: quantize exactly the parameters that it holds quantized, in its formats, so that it can be
             loaded. All other arguments are then refused.
 
@@ -124,10 +127,10 @@ def quantize_(
     """
     select: Selection
     if like is None:
-        select = Selection(model, format, include=include, exclude=exclude, rules=rules)
+        select = Selection(model, format, include=include, exclude=exclude, rules=rules, vocabulary=vocabulary)
     else:
-        if include or exclude or rules:
-            raise ValueError("like= already says what is quantized; leave out include, exclude and rules")
+        if include or exclude or rules or vocabulary:
+            raise ValueError("like= already says what is quantized; leave out include, exclude, rules and vocabulary")
         select = _Like(model, like)
     report = QuantizationReport()
     done: dict[int, Tensor] = {}
@@ -167,6 +170,7 @@ class Selection:
         include: also these.
         exclude: never these.
         rules: formats by pattern, before everything else.
+        vocabulary: format of embeddings and output heads.
     """
 
     def __init__(
@@ -177,8 +181,10 @@ class Selection:
         include: Sequence[Selector] = (),
         exclude: Sequence[Selector] = (),
         rules: Mapping[str, str | Format | None] | None = None,
+        vocabulary: str | Format | None = None,
     ) -> None:
         self.default = as_weight(format)
+        self.vocabulary = None if vocabulary is None else as_weight(vocabulary)
         self.rules = [(pattern, None if f is None else as_weight(f)) for pattern, f in (rules or {}).items()]
         self.include, self.exclude = include, exclude
         _check_selectors(model, {"include": include, "exclude": exclude, "rules": list(rules or {})})
@@ -200,7 +206,10 @@ class Selection:
             chosen, reason = None, "adapter: it is what trains, and small; name it in include= to quantize it"
         else:
             reason = _why_not(name, module, p, module is self.head, id(p) in self.embedded)
-            chosen, reason = (None, reason) if reason else (self.default, _which(module))
+            if reason in VOCABULARY:
+                chosen = self.vocabulary
+            else:
+                chosen, reason = (None, reason) if reason else (self.default, _which(module))
         obstacle = _obstacle(module, p) if chosen is not None else ""
         return (None, obstacle) if obstacle else (chosen, reason)
 
@@ -260,6 +269,16 @@ def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Te
         for key, p in list(module._parameters.items()):
             if p is not None:
                 yield f"{prefix}.{key}" if prefix else key, module, key, p
+
+
+def vocabulary_parameters(model: nn.Module) -> set[int]:
+    """The embeddings and output heads of a model, by identity."""
+    found = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    head = _output_head(model)
+    for name, module, _, p in owned_parameters(model):
+        if p.dim() > 1 and why_left(name, p.dim(), type(module).__name__, module is head) == "output head":
+            found.add(id(p))
+    return found
 
 
 def _selected(name: str, module: nn.Module, selectors: Sequence[Selector]) -> bool:

@@ -14,6 +14,7 @@ Contract:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +87,7 @@ class QuantizedTensor(StoredTensor):
             raise ValueError(f"cannot quantize a tensor of dtype {dense.dtype}: weights are floating-point")
         if dense.device.type == "meta":
             return cls(empty_storage(fmt, dense.shape, dense.device), dense.dtype)
-        _require_finite(dense)
+        require_finite(dense)
         return cls(Storage.zeros(fmt, dense.shape, dense.device).encode_(dense), dense.dtype)
 
     def rewrapped(self, storage: Storage, dtype: torch.dtype | None = None) -> QuantizedTensor:
@@ -104,7 +105,7 @@ class QuantizedTensor(StoredTensor):
             dense = dense.stored.decode()  # hidden bits are used
         elif isinstance(dense, StoredTensor):
             dense = dense.decode()
-        _require_finite(dense)
+        require_finite(dense)
         self.stored.encode_(dense.to(self.device))
         torch.autograd.graph.increment_version(self)  # views of it count together, which the codes do not
         return _mark_changed(self)
@@ -257,8 +258,10 @@ def _empty_like(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> Qua
     )
 
 
-def _require_finite(dense: Tensor) -> None:
-    if not bool(torch.isfinite(dense).all()):
+def require_finite(dense: Tensor) -> None:
+    """Raises a ValueError for a tensor that no format can hold."""
+    # The extremes of a tensor with NaN are NaN. `isfinite` would make several tensors as large.
+    if dense.numel() and not all(map(math.isfinite, map(float, torch.aminmax(dense)))):
         raise ValueError(f"cannot quantize a tensor of shape {tuple(dense.shape)} that holds NaN or infinity")
 
 

@@ -28,7 +28,7 @@ from masterless.formats import Format
 from masterless.formats.storage import Storage, tensor_specs
 from masterless.tensor.quantized import QuantizedTensor, local_of
 
-PARTS = ("codes", "scale", "hidden", "master")
+PARTS = ("codes", "scale", "tensor_scale", "hidden", "master")
 
 
 @dataclass(frozen=True)

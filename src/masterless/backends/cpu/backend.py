@@ -27,6 +27,7 @@ from masterless.backends.cpu import library
 from masterless.backends.cpu.interface import interface
 from masterless.backends.reference import at
 from masterless.formats import MINIFLOATS, Format, scaling
+from masterless.formats.arithmetic import exact_arithmetic
 from masterless.formats.codec import LOG_LOW_RANK, round_scale_up
 from masterless.formats.layout import CHUNK
 from masterless.formats.packing import row_bytes
@@ -68,6 +69,7 @@ def _format_fields(format: Format) -> dict[str, Any]:
         "is_signed": format.signed,
         "scale_kind": known.scale_kinds[format.scale],
         "per_tensor": format.granularity == "tensor",
+        "adjacent": format.adjacent,
         "low_rank": LOG_LOW_RANK.get(format.bits, 0),
     }
     if format.kind == "codebook":
@@ -84,6 +86,7 @@ def _format_fields(format: Format) -> dict[str, Any]:
             "zero_code": format.zero_code,
             "limit": top * 2.0**format.fine_bits,
             "max_level": top,
+            "negative_factor": format.negative_factor,
             "overflow_level": scaling.overflow_level(format),
             "waste_level": scaling.WASTE * top,
             "fresh_factor": scaling.HEADROOM / top,
@@ -163,8 +166,10 @@ class CpuBackend:
     def join(self, prepared: Sequence[Prepared]) -> Prepared:
         """The records side by side."""
         starts = np.cumsum([0, *(len(part.tasks) for part in prepared)])
+        # As bytes: numpy would pack records with gaps between fields more tightly than the kernel reads them.
+        records = np.concatenate([part.records.view(np.uint8) for part in prepared]).view(interface().task)
         return Prepared(
-            np.concatenate([part.records for part in prepared]),
+            records,
             [task for part in prepared for task in part.tasks],
             [i + int(start) for part, start in zip(prepared, starts, strict=False) for i in part.shared],
             [codes for part in prepared for codes in part.codes],
@@ -177,12 +182,9 @@ class CpuBackend:
         records["must_be_finite"] = turn.must_be_finite
         for name, column in zip(("weight_key", "first_key", "second_key"), turn.keys.T, strict=True):
             records[name] = column
-        numbers = np.zeros(len(turn.numbers), dtype=records.dtype)
-        for record, (scalars, group, policy) in zip(numbers, turn.numbers, strict=True):
-            _fill_numbers(record, scalars, group, policy)
-        which = np.asarray(turn.which, dtype=np.intp)
-        for name in _NUMBERS:
-            records[name] = numbers[name][which]
+        which, numbers = np.asarray(turn.which, dtype=np.intp), _as_bytes(_numbers(turn, records.dtype))
+        where = _place_of_numbers()
+        _as_bytes(records)[:, where] = numbers[which, where]
         means = []  # alive until the kernel has read them
         for i in [] if only_survey else prepared.shared:
             means.append(_given_by_ranks(records[i : i + 1], at(prepared.tasks[i], turn, i)))
@@ -216,6 +218,35 @@ _ADAFACTOR = ("adafactor_step_size", "adafactor_rate1", "adafactor_min_rms", "ad
 _NUMBERS = (*Scalars._fields, "has_l2", "scale_policy", "adafactor_without_buffer", *_ADAFACTOR)
 
 
+def _as_bytes(records: NDArray[Any]) -> NDArray[np.uint8]:
+    """Records as rows of bytes."""
+    return records.view(np.uint8).reshape(len(records), records.dtype.itemsize)
+
+
+@cache
+def _place_of_numbers() -> slice:
+    """The bytes of a record that hold a step's numbers: one copy is far cheaper than one for every field."""
+    fields = interface().task.fields
+    assert fields is not None
+    places = {name: (offset, offset + dtype.itemsize) for name, (dtype, offset, *_) in fields.items()}
+    start, stop = min(places[name][0] for name in _NUMBERS), max(places[name][1] for name in _NUMBERS)
+    between = {name for name, (first, _) in places.items() if start <= first < stop}
+    if between != {*_NUMBERS}:
+        raise RuntimeError(
+            f"fields of csrc/abi.h that a step does not fill in stand among those: {between - {*_NUMBERS}}"
+        )
+    return slice(start, stop)
+
+
+@exact_arithmetic(alone=False)  # the kernel's threads see to themselves
+def _numbers(turn: Turn, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A record for each of the turn's different sets of numbers."""
+    numbers = np.zeros(len(turn.numbers), dtype=dtype)
+    for record, (scalars, group, policy) in zip(numbers, turn.numbers, strict=True):
+        _fill_numbers(record, scalars, group, policy)
+    return numbers
+
+
 def _fill_numbers(record: Any, scalars: Scalars, group: Mapping[str, Any], policy: str) -> None:
     """What the rule's scalars and the group say of one step."""
     for name, value in zip(Scalars._fields, scalars, strict=True):
@@ -239,6 +270,7 @@ def _run(records: NDArray[Any], only_survey: bool) -> bool:
 # --- shards whose statistics are of the whole ---------------------------------------------------------------------
 
 
+@exact_arithmetic()
 def _given_by_ranks(record: NDArray[Any], task: Task) -> Tensor | None:
     """Fills in what the ranks agree on; returns what must live until the step is done."""
     _run(record, only_survey=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from masterless.formats import Format
+from masterless.formats.codec import level_table, read_scale
 from masterless.formats.packing import unpack
 from masterless.tensor import state
 from masterless.tensor.quantize import owned_parameters, replace_parameter
@@ -106,21 +107,21 @@ def requantized(model: Any, obstacle: Obstacle, format: str | None, report: Repo
 def codes_of(q: QuantizedTensor) -> Tensor:
     """The visible codes as integers (offset binary, or the bits of a minifloat), in the shape of the parameter."""
     layout = q.stored.layout
-    return unpack(q.stored.rows_of("codes"), layout.cols, q.format.bits).to(torch.uint8).view(q.shape)
+    codes = unpack(q.stored.rows_of("codes"), layout.cols, q.format.bits, q.format.adjacent)
+    return codes.to(torch.uint8).view(q.shape)
 
 
 def scales_of(q: QuantizedTensor) -> Tensor:
     """The scales, fp32, ``[..., blocks of a row]``; one scale for all is repeated for every row."""
     layout = q.stored.layout
-    if q.format.granularity == "tensor":
-        return q.stored.tensors["scale"].float().expand(layout.rows, 1).reshape(*q.shape[:-1], 1)
-    return q.stored.rows_of("scale").float().view(*q.shape[:-1], -1)
+    scales = read_scale(q.stored.slab(0, layout.rows), q.format)
+    return scales.expand(layout.rows, -1).reshape(*q.shape[:-1], -1)
 
 
 def group_of(q: QuantizedTensor) -> int | None:
     """Elements that share a scale; None: a whole row."""
     group = q.format.granularity
-    return group if isinstance(group, int) and group < q.shape[-1] else None
+    return group if isinstance(group, int) and (group < q.shape[-1] or q.format.fixed) else None
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ def _formats(model: Any, quantized: Mapping[str, QuantizedTensor]) -> dict[str, 
 def decoded(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     """What a reader makes of a matrix: codes times scales in fp32, rounded once."""
     if matrix.format.kind == "codebook":
-        levels = matrix.codes.view(torch.float8_e4m3fn).float()
+        levels = level_table(matrix.format)[matrix.codes.int()]
     else:
         levels = matrix.codes.float() - 2 ** (matrix.format.bits - 1)
     scales = matrix.scales.repeat_interleave(matrix.group or levels.shape[-1], dim=-1)[..., : levels.shape[-1]]

@@ -1,7 +1,18 @@
-"""Small models to try the optimizers on: a dense and a mixture-of-experts GPT."""
+"""Models to try the optimizers on: a small GPT, dense or with experts, and Llamas of any size."""
 
 from __future__ import annotations
 
 from .gpt import GPT, MLP, Attention, Block, GPTConfig, MixtureOfExperts, balance_loss
+from .llama import Llama, LlamaConfig
 
-__all__ = ["GPT", "MLP", "Attention", "Block", "GPTConfig", "MixtureOfExperts", "balance_loss"]
+__all__ = [
+    "GPT",
+    "MLP",
+    "Attention",
+    "Block",
+    "GPTConfig",
+    "Llama",
+    "LlamaConfig",
+    "MixtureOfExperts",
+    "balance_loss",
+]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .config import FIELDS, RunConfig, read_toml, resolve
 from .observe import load_metrics
@@ -16,56 +16,6 @@ from .svg import Series, clip_definition, histogram, legend, line_chart, scatter
 
 ROLES = ("weights", "first moment", "second moment", "gradients")
 _POINTS = 400  # of a curve; more are averaged
-
-_STYLE = """
-:root{color-scheme:light dark;--bg:#fbfaf8;--card:#fff;--ink:#1d2127;--soft:#5d6672;--rule:#e3e1dc;
---c0:#0b6bb0;--c1:#c8501b;--c2:#0f8a63;--c3:#a3489c;--c4:#b7860b;--c5:#3b9cc9;--c6:#6a55b8;--c7:#7d8590}
-@media(prefers-color-scheme:dark){:root{--bg:#14171b;--card:#1c2026;--ink:#e8e6e1;--soft:#9aa4b0;--rule:#30363e;
---c0:#5aaee8;--c1:#f0895a;--c2:#4fc79c;--c3:#d68fd0;--c4:#e0b54a;--c5:#86cdea;--c6:#a899ea;--c7:#9aa4b0}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--bg);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-main{max-width:1120px;margin:0 auto;padding:40px 20px 64px}
-header p{color:var(--soft);margin:4px 0 0;max-width:75ch;overflow-wrap:anywhere}
-h1{font-size:1.75rem;line-height:1.2;margin:0;letter-spacing:-.015em}
-h2{font-size:1.05rem;margin:0 0 2px}
-section>p,figcaption{color:var(--soft);font-size:.9rem;margin:0 0 12px}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:28px 0}
-.figures div,.card{background:var(--card);border:1px solid var(--rule);border-radius:10px}
-.figures div{padding:14px 16px}
-.figures b{display:block;font-size:1.5rem;font-weight:600;letter-spacing:-.02em;font-variant-numeric:tabular-nums}
-.figures span{color:var(--soft);font-size:.85rem}
-.grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:16px}
-.card{padding:18px 18px 14px;min-width:0;margin:0}
-.wide{margin-top:16px}
-svg{display:block;width:100%;height:auto;overflow:visible}
-svg text{fill:var(--soft);font-size:12.5px;font-family:inherit;font-variant-numeric:tabular-nums}
-svg text.mark{fill:var(--ink);font-size:13px}
-svg .grid{stroke:var(--rule);stroke-width:1}
-svg .axis{stroke:var(--soft);stroke-width:1}
-svg path{fill:none;stroke-width:2;stroke-linejoin:round}
-svg path.faint{stroke-width:1;opacity:.35}
-svg path.dashed{stroke-dasharray:5 4}
-.legend{list-style:none;display:flex;flex-wrap:wrap;gap:2px 16px;margin:10px 0 0;padding:0;font-size:.88rem}
-.legend i{display:inline-block;width:16px;height:4px;border-radius:2px;margin-right:7px;vertical-align:middle}
-.legend i.dash{background-image:linear-gradient(90deg,transparent 50%,var(--card) 50%);background-size:6px}
-.bar{margin:12px 0}
-.bar p{display:flex;justify-content:space-between;gap:12px;margin:0 0 3px;font-size:.9rem}
-.bar p span:last-child{color:var(--soft);font-variant-numeric:tabular-nums;white-space:nowrap}
-.bar div{display:flex;height:18px;border-radius:4px;overflow:hidden;background:var(--rule)}
-.bar div i{display:block;height:100%}
-.scroll{overflow-x:auto}
-table{border-collapse:collapse;width:100%;font-size:.92rem;font-variant-numeric:tabular-nums}
-th,td{padding:7px 10px;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap}
-th{color:var(--soft);font-weight:500}
-th:first-child,td:first-child{text-align:left;padding-left:0}
-dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(230px,1fr));gap:0 28px;margin:0}
-dl div{display:flex;justify-content:space-between;gap:12px;border-bottom:1px solid var(--rule);padding:5px 0}
-dt{color:var(--soft)}dd{margin:0;text-align:right;overflow-wrap:anywhere}
-h3{font-size:.9rem;margin:18px 0 4px}
-pre{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.5 ui-monospace,Menlo,Consolas,monospace;margin:6px 0 0}
-@media(max-width:600px){main{padding:24px 14px 40px}.card{padding:14px 12px 12px}svg text{font-size:15px}
-svg text.mark{font-size:15px}.figures{grid-template-columns:1fr 1fr}.figures b{font-size:1.3rem}}
-""" + "".join(f".c{i}{{stroke:var(--c{i})}}.f{i}{{fill:var(--c{i})}}.b{i}{{background:var(--c{i})}}" for i in range(8))
 
 
 def write_run_report(folder: Path) -> Path:
@@ -84,21 +34,25 @@ def write_run_report(folder: Path) -> Path:
         figures.append(("tokens per second", f"{summary['tokens_per_second']:,.0f}"))
     if summary.get("stalled") is not None:
         figures.append(("averages stalled, last sample", f"{summary['stalled']:.0%}"))
-    cards = [_card("Loss", "Nats per token; validation text is held out.", _loss_chart(rows))]
+    cards = [Card("Loss", "Nats per token; validation text is held out.", _loss_chart(rows))]
     if stalls := _stall_chart([r for r in rows if "stalls" in r]):
         note = "Share of stored averages that a step left unchanged though it should have moved them."
-        cards.append(_card("Stalled averages", note, stalls))
-    cards.append(_card("Memory", "Live tensors of the whole model, beside AdamW in fp32.", _memory_bars(summary)))
+        cards.append(Card("Stalled averages", note, stalls))
+    cards.append(Card("Memory", "Live tensors of the whole model, beside AdamW in fp32.", _memory_bars(summary)))
     for i, (key, entry) in enumerate((summary.get("histograms") or {}).items()):
         note = f"How often each level of {entry['format']} is used in the inner matrices."
-        cards.append(_card(f"Codes: {_plain(key)}", note, histogram(entry["counts"], f"codes of {key}", i)))
-    sample = ""
-    if summary.get("sample"):
-        sample = f'<div class="card wide"><h2>A sample</h2><pre>{escape(summary["sample"])}</pre></div>'
+        cards.append(Card(f"Codes: {_plain(key)}", note, histogram(entry["counts"], f"codes of {key}", i)))
     lead = f"{config.preset} · weights {config.weights}, first moment {config.exp_avg}, second {config.exp_avg_sq}"
-    body = _figures(figures) + _grid(cards) + sample + _config_card(config)
-    page = _page(f"Run {folder.name}", [lead, summary["text"]], body)
-    return _write(folder / "report.html", page)
+    return _write(
+        folder,
+        title=f"Run {folder.name}",
+        lead=[lead, summary["text"]],
+        words=_words_of_run(rows, summary),
+        figures=figures,
+        cards=cards,
+        sample=summary.get("sample"),
+        configuration=_sections(config),
+    )
 
 
 def write_comparison_report(
@@ -123,14 +77,14 @@ def write_comparison_report(
     curves = [Series(label, _mean_curve(rows, label, "validation"), c, "dots") for label, c in colors.items()]
     late = [Series(s.name, _last_half(s.points), s.color, s.style) for s in curves]
     cards = [
-        _card(
+        Card(
             "Loss against bytes",
             "Lower and further left is better. Bytes of weight and both moments, scales included.",
             scatter(marks, "bytes per parameter, measured", "validation loss"),
         ),
-        _card("Memory", "Bytes per parameter of the inner matrices while they train.", _entry_bars(table)),
-        _card("Validation loss", "Mean over seeds.", line_chart(curves, "step", "nats per token")),
-        _card("The last half", "The same curves, where they differ.", line_chart(late, "step", "nats per token")),
+        Card("Memory", "Bytes per parameter of the inner matrices while they train.", _entry_bars(table)),
+        Card("Validation loss", "Mean over seeds.", line_chart(curves, "step", "nats per token")),
+        Card("The last half", "The same curves, where they differ.", line_chart(late, "step", "nats per token")),
     ]
     stalls = [
         Series(label, points, colors[label], style)
@@ -141,7 +95,7 @@ def write_comparison_report(
     if stalls:
         named = [Series(s.name if s.style == "line" else "", s.points, s.color, s.style) for s in stalls]
         note = "Share of stored second moments that a step left unchanged; dashed: predicted."
-        cards.append(_card("Stalled averages", note, line_chart(named, "step", "share", (0.0, 1.0), percent=True)))
+        cards.append(Card("Stalled averages", note, line_chart(named, "step", "share", (0.0, 1.0), percent=True)))
     lost = [
         Series(label, points, colors[label])
         for label in colors
@@ -149,23 +103,21 @@ def write_comparison_report(
     ]
     if lost:
         note = "Share of weights of the inner matrices that a step should have moved and did not."
-        cards.append(_card("Lost updates", note, line_chart(lost, "step", "share", (0.0, 1.0), percent=True)))
+        cards.append(Card("Lost updates", note, line_chart(lost, "step", "share", (0.0, 1.0), percent=True)))
     columns = ("run", "loss", "gap", "bytes", "predicted", "peak", "step")
-    head = "".join(f"<th>{name}</th>" for name in columns)
-    lines = "".join(
-        f"<tr><td>{escape(e['label'])}</td><td>{cell['loss']}</td><td>{cell['gap']}</td><td>{cell['measured']}</td>"
-        f"<td>{cell['predicted']}</td><td>{cell['peak']}</td><td>{cell['time']}</td></tr>"
-        for e in table
-        for cell in (cells(e),)
-    )
-    scrolled = f'<div class="scroll"><table><tr>{head}</tr>{lines}</table></div>'
-    wide = f'<div class="card">{scrolled}<p>{noise_note(table)}</p></div>'
+    lines = [[e["label"], *cells(e).values()] for e in table]
     seeds = len({row["seed"] for row in rows})
     lead = f"{len(table)} configurations, {seeds} seed{'s' if seeds > 1 else ''} each, on the same text and batches."
-    body = (
-        f'<div style="height:24px"></div>{wide}<div style="height:16px"></div>' + _grid(cards) + _options_card(options)
+    note = f"gap: loss above the first row's; less is better, and a minus sign is a lower loss. {noise_note(table)}"
+    return _write(
+        folder,
+        title="Comparison",
+        lead=[lead, text],
+        words=_words_of_comparison(table),
+        table={"columns": columns, "rows": lines, "note": note},
+        cards=cards,
+        configuration={"": _texts(options)},
     )
-    return _write(folder / "report.html", _page("Comparison", [lead, text], body))
 
 
 NOISE = "another processor or torch build moves the losses of low-bit presets by about 1%"
@@ -192,37 +144,62 @@ def cells(entry: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-# --- parts of a page ----------------------------------------------------------------------------------------
+# --- the page -----------------------------------------------------------------------------------------------
 
 
-def _page(title: str, lead: Sequence[str], body: str) -> str:
-    paragraphs = "".join(f"<p>{escape(line)}</p>" for line in lead)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · masterless</title>'
-        f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{_STYLE}</style></head>'
-        f"<body>{clip_definition()}<main><header><h1>{escape(title)}</h1>{paragraphs}</header>{body}</main></body></html>\n"
-    )
+class Card(NamedTuple):
+    """A chart with its heading and a line of explanation."""
+
+    title: str
+    note: str
+    content: str
 
 
-def _write(path: Path, page: str) -> Path:
-    write_text(path, page)
-    return path
+def _write(folder: Path, **context: Any) -> Path:
+    import jinja2  # torch needs it as well
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True)
+    page = environment.get_template("report.html").render(clip=clip_definition(), **context)
+    write_text(folder / "report.html", page)
+    return folder / "report.html"
 
 
-def _figures(figures: Sequence[tuple[str, str]]) -> str:
-    return (
-        '<div class="figures">'
-        + "".join(f"<div><b>{escape(v)}</b><span>{escape(k)}</span></div>" for k, v in figures)
-        + "</div>"
-    )
+def _words_of_run(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
+    """What a run shows, in a few sentences."""
+    memory = summary["memory"]
+    whole, dense = sum(memory["bytes"].values()), 16 * memory["parameters"]
+    words = [
+        f"The inner matrices took {summary['bytes_per_parameter']:.2f} bytes per parameter (fp32 AdamW: 12); the whole "
+        f"model with its gradients {_size(whole)}, {whole / dense:.0%} of what fp32 AdamW takes."
+    ]
+    losses = [r["validation_loss"] for r in rows if r.get("validation_loss") is not None]
+    if len(losses) > 1:
+        trend = "still falling" if losses[-1] <= min(losses[:-1]) else f"lowest ({min(losses):.4f}) before the end"
+        words.append(f"Validation loss went from {losses[0]:.4f} to {losses[-1]:.4f} and was {trend}.")
+    if summary.get("stalled") is not None:
+        words.append(
+            f"In the last sampled step {summary['stalled']:.0%} of the stored averages kept their codes; under "
+            f"stochastic rounding that is usual, and they follow their gradients on average."
+        )
+    return " ".join(words)
 
 
-def _grid(cards: Sequence[str]) -> str:
-    return f'<div class="grid2">{"".join(cards)}</div>'
-
-
-def _card(title: str, note: str, content: str) -> str:
-    return f'<section class="card"><h2>{escape(title)}</h2><p>{escape(note)}</p>{content}</section>'
+def _words_of_comparison(table: Sequence[Mapping[str, Any]]) -> str:
+    """What a comparison shows, in a few sentences."""
+    done = [e for e in table if e["loss"] is not None]
+    if not done:
+        return "No run finished."
+    best, first = min(done, key=lambda e: e["loss"]), table[0]
+    words = [f"{best['label']} has the lowest loss, {best['loss']:.4f}, at {best['bytes_measured']:.2f} bytes/param."]
+    others = [e for e in done if e is not first and e["gap"] is not None]
+    near = [e["label"] for e in others if abs(e["gap"]) <= max(e.get("gap_spread") or 0.0, 0.01)]
+    if near:
+        words.append(f"Within 1% of {first['label']}, or within the spread of the seeds: {', '.join(near)}.")
+    elif others:
+        words.append(f"None of the others comes within 1% of {first['label']}.")
+    diverged = [e["label"] for e in table if e["loss"] is None]
+    return " ".join(words + ([f"Diverged: {', '.join(diverged)}."] if diverged else []))
 
 
 def _loss_chart(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -279,25 +256,16 @@ def _bars(bars: Mapping[str, Mapping[str, float]], longest: float, text: Any) ->
     return "".join(parts) + legend([(role, ROLES.index(role), "") for role in used])
 
 
-def _config_card(config: RunConfig) -> str:
+def _sections(config: RunConfig) -> dict[str, dict[str, str]]:
     sections: dict[str, dict[str, Any]] = {}
     for name, field in FIELDS.items():
-        sections.setdefault(field.metadata["section"], {})[name] = getattr(config, name)
-    body = "".join(f"<h3>{escape(name.capitalize())}</h3>{_list(options)}" for name, options in sections.items())
-    return f'<div class="card wide"><h2>Configuration</h2>{body}</div>'
+        sections.setdefault(field.metadata["section"].capitalize(), {})[name] = getattr(config, name)
+    return {name: _texts(options) for name, options in sections.items()}
 
 
-def _options_card(options: Mapping[str, Any]) -> str:
-    return f'<div class="card wide"><h2>Configuration</h2>{_list(options)}</div>'
-
-
-def _list(options: Mapping[str, Any]) -> str:
-    items = "".join(
-        f"<div><dt>{escape(_plain(name))}</dt><dd>{escape(_value(value))}</dd></div>"
-        for name, value in options.items()
-        if value is not None and not (name == "data" and not value)
-    )
-    return f"<dl>{items}</dl>"
+def _texts(options: Mapping[str, Any]) -> dict[str, str]:
+    shown = {k: v for k, v in options.items() if v is not None and not (k == "data" and not v)}
+    return {_plain(name): _value(value) for name, value in shown.items()}
 
 
 def _value(value: Any) -> str:

@@ -99,7 +99,10 @@ def scatter(points: Sequence[tuple[str, float, float, int]], x_label: str, y_lab
             f"<title>{escape(name)}: {x:.2f} bytes, loss {y:.4f}</title></circle>"
         )
         anchor, tx, ty = _label_place(name, px, py, taken)
-        body.append(f'<text class="mark" text-anchor="{anchor}" x="{tx:.1f}" y="{ty:.1f}">{escape(name)}</text>')
+        body.append(  # in its point's colour: where points are close, a label may stand nearer to another one
+            f'<text class="mark" text-anchor="{anchor}" x="{tx:.1f}" y="{ty:.1f}" style="fill:var(--c{color % 8})">'
+            f"{escape(name)}</text>"
+        )
     return _svg(body, f"{y_label} against {x_label}")
 
 

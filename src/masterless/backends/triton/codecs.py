@@ -1,0 +1,238 @@
+"""Encode and decode on a GPU: `formats.codec`, operation by operation, for every format.
+
+Contract:
+    * A storage is the tuple of numbers that `storage` loads from a task's record: addresses and sizes (`record`).
+    * `decode` reads values; `encode` makes codes under scales that are given, so that a row longer than a
+      program can be walked twice: to know its metadata, then to store.
+    * What comes in is finite where it is stored at all; elements that do not exist are zero and are not stored.
+"""
+
+# mypy: disable-error-code="no-untyped-def,valid-type"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from masterless.backends.triton.log_code import decode_log, load_log_metadata
+from masterless.backends.triton.numbers import (
+    BF16_MAX_BITS,
+    float_bits,
+    fresh_scale,
+    from_bits,
+    nearest_whole,
+    threshold,
+    weighed_bits,
+    widened,
+)
+from masterless.backends.triton.tiles import (
+    block_index,
+    is_owner,
+    load_codes,
+    load_plain,
+    over_block,
+    pointer,
+    present_elements,
+    store_codes,
+    store_plain,
+)
+
+TABLE = tl.constexpr(256)  # entries of each of a codebook's three arrays: levels, their codes, the level of each code
+
+
+@triton.jit
+def storage(record, AT: tl.constexpr):
+    """The numbers of a storage that lie from field AT on in a task's record, as `record.STORAGE`."""
+    p = record + AT
+    return (
+        tl.load(p),
+        tl.load(p + 1),
+        tl.load(p + 2),
+        tl.load(p + 3),
+        tl.load(p + 4),
+        tl.load(p + 5),
+        tl.load(p + 6),
+        tl.load(p + 7),
+    )
+
+
+# --- metadata ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_scale(s, geometry, CODEC: tl.constexpr):
+    """The stored scales, fp32, in the shape of metadata."""
+    at = block_index(geometry, s[7], CODEC.block)
+    mask = geometry[3][:, None, None, None]
+    if CODEC.block == 16 or CODEC.block == 32 or CODEC.block == 64:
+        # Blocks past the end of a cut chunk have no scale: what lies there is another row's, and is not used.
+        mask = mask & (block_index(geometry, s[7], CODEC.block) < (geometry[0][:, None, None, None] + 1) * s[7])
+    if CODEC.wide_scale:
+        return tl.load(pointer(s[2], tl.float32, False) + at, mask=mask, other=0.0)
+    else:
+        return widened(tl.load(pointer(s[2], tl.uint16, False) + at, mask=mask, other=0))
+
+
+@triton.jit
+def store_scale(s, scale, geometry, allowed, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
+    """Stores scales that are numbers of their kind already."""
+    at = block_index(geometry, s[7], CODEC.block)
+    mask = is_owner(geometry, allowed, cols, CODEC.block, STEP.ragged)
+    if CODEC.wide_scale:
+        tl.store(pointer(s[2], tl.float32, False) + at, scale, mask=mask)
+    else:
+        upper = (float_bits(scale) >> 16).to(tl.uint16)
+        tl.store(pointer(s[2], tl.uint16, False) + at, upper, mask=mask)
+
+
+@triton.jit
+def peaks(x, geometry, CODEC: tl.constexpr, STEP: tl.constexpr):
+    """The largest magnitude of every block, as float bits."""
+    there = tl.where(present_elements(geometry, STEP.ragged), weighed_bits(x, CODEC.negative), 0)
+    return over_block(there, CODEC.block, STEP.run, True)
+
+
+@triton.jit
+def moment_scale(x, geometry, CODEC: tl.constexpr, STEP: tl.constexpr):
+    """The scales of a moment: always fresh."""
+    return fresh_scale(from_bits(peaks(x, geometry, CODEC, STEP)), CODEC)
+
+
+# --- plain and scaled formats ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _bf16_bits(x, word, CODEC: tl.constexpr):
+    """As `codec._to_bfloat16`: the upper halves, 16-bit integers."""
+    bits = float_bits(x)
+    magnitude = bits & 0x7FFFFFFF
+    if CODEC.random:
+        add = (word >> 16).to(tl.int32)
+    else:
+        add = 0x7FFF + ((magnitude >> 16) & 1)
+    rounded = tl.minimum((magnitude + add) & ~0xFFFF, BF16_MAX_BITS)
+    sign = (bits >> 31) & 0x8000
+    return ((rounded >> 16) | sign).to(tl.uint16)
+
+
+@triton.jit
+def nearest_bf16(x):
+    """Numbers as bf16, as torch rounds them: half to even, and beyond the largest to infinity."""
+    bits = float_bits(x)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
+
+
+@triton.jit
+def _level(code, s):
+    """The level of every code of a codebook."""
+    return tl.load(pointer(s[4], tl.float32, False) + 2 * TABLE + code)
+
+
+@triton.jit
+def _table_codes(t, word, s, CODEC: tl.constexpr):
+    """As `codec._codebook_codes`."""
+    levels = pointer(s[4], tl.float32, False)
+    codes = pointer(s[4], tl.int32, False) + TABLE
+    index = tl.zeros_like(float_bits(t))
+    for k in tl.static_range(CODEC.bits):
+        further = index + (1 << (CODEC.bits - 1 - k))
+        index = tl.where(tl.load(levels + further) <= t, further, index)
+    index = tl.minimum(index, CODEC.levels - 2)
+    lower, upper = tl.load(levels + index), tl.load(levels + index + 1)
+    above = tl.load(codes + index + 1)
+    if CODEC.random:
+        up = t - lower > threshold(word) * (upper - lower)
+    else:
+        middle = (lower + upper) * 0.5
+        up = (t > middle) | ((t == middle) & (above % 2 == 0))
+    return tl.where(up, above, tl.load(codes + index))
+
+
+@triton.jit
+def _linear_codes(t, word, CODEC: tl.constexpr):
+    """As `codec._linear_codes`."""
+    fine = t * (2.0**CODEC.hidden)
+    lowest = -CODEC.limit if CODEC.signed else 0.0
+    if CODEC.random:
+        index = tl.floor(fine)
+        index = tl.where(fine - index > threshold(word), index + 1.0, index)
+    else:
+        # One past the ends is where rounding could still matter; beyond, it must not be what it cannot represent.
+        index = nearest_whole(tl.minimum(tl.maximum(fine, lowest - 1.0), CODEC.limit + 1.0))
+    return tl.minimum(tl.maximum(index, lowest), CODEC.limit).to(tl.int32) + CODEC.zero_code
+
+
+@triton.jit
+def encode(x, scale, word, s, CODEC: tl.constexpr):
+    """Codes on the finest grid of values under these scales."""
+    t = tl.div_rn(x, tl.where(scale > 0.0, scale, 1.0) + tl.zeros_like(x))
+    if CODEC.kind == "linear":
+        codes = _linear_codes(t, word, CODEC)
+    else:
+        codes = _table_codes(t, word, s, CODEC)
+    if not CODEC.signed:
+        codes = tl.where((x > 0.0) & (codes == CODEC.zero_code), codes + 1, codes)
+    return codes
+
+
+@triton.jit
+def value_of(codes, scale, s, CODEC: tl.constexpr):
+    """What codes on the finest grid stand for."""
+    if CODEC.kind == "codebook":
+        return _level(codes, s) * scale
+    elif CODEC.hidden > 0:
+        return (codes - CODEC.zero_code).to(tl.float32) * (scale * (2.0**-CODEC.hidden))
+    else:
+        return (codes - CODEC.zero_code).to(tl.float32) * scale
+
+
+@triton.jit
+def decode(s, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr, VISIBLE: tl.constexpr):
+    """The stored values, fp32; VISIBLE leaves hidden bits out. Those that do not exist are anything finite."""
+    if CODEC.kind == "float32":
+        return load_plain(pointer(s[0], tl.float32, STEP.aligned), geometry, cols, STEP)
+    elif CODEC.kind == "bfloat16":
+        return widened(load_plain(pointer(s[0], tl.uint16, STEP.aligned), geometry, cols, STEP))
+    elif CODEC.master and not VISIBLE:
+        return load_plain(pointer(s[1], tl.float32, STEP.aligned), geometry, cols, STEP)
+    else:
+        codes = load_codes(pointer(s[0], tl.uint8, STEP.aligned), geometry, s[5], CODEC.bits, STEP)
+        if CODEC.kind == "log":
+            return decode_log(codes, load_log_metadata(s, geometry, CODEC), CODEC)
+        else:
+            scale = load_scale(s, geometry, CODEC)
+            if CODEC.hidden > 0 and VISIBLE:
+                return (codes - CODEC.offset).to(tl.float32) * scale
+            elif CODEC.hidden > 0:
+                low = load_codes(pointer(s[1], tl.uint8, STEP.aligned), geometry, s[6], CODEC.hidden, STEP)
+                return value_of((codes << CODEC.hidden) + low, scale, s, CODEC)
+            else:
+                return value_of(codes, scale, s, CODEC)
+
+
+@triton.jit
+def store(s, x, codes, word, geometry, allowed, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
+    """Stores values (of plain formats), or their codes and a master copy."""
+    if CODEC.kind == "float32":
+        store_plain(pointer(s[0], tl.float32, STEP.aligned), x, geometry, allowed, cols, STEP)
+    elif CODEC.kind == "bfloat16":
+        half = _bf16_bits(x, word, CODEC)
+        store_plain(pointer(s[0], tl.uint16, STEP.aligned), half, geometry, allowed, cols, STEP)
+    else:
+        visible = codes
+        if CODEC.hidden > 0:
+            visible = codes >> CODEC.hidden
+            p = pointer(s[1], tl.uint8, STEP.aligned)
+            store_codes(p, codes & ((1 << CODEC.hidden) - 1), geometry, allowed, s[6], CODEC.hidden, STEP)
+        store_codes(pointer(s[0], tl.uint8, STEP.aligned), visible, geometry, allowed, s[5], CODEC.bits, STEP)
+        if CODEC.master:
+            store_plain(pointer(s[1], tl.float32, STEP.aligned), x, geometry, allowed, cols, STEP)
+
+
+@triton.jit
+def rounded_plain(x, word, CODEC: tl.constexpr):
+    """What a plain format keeps of values."""
+    if CODEC.kind == "bfloat16":
+        return widened(_bf16_bits(x, word, CODEC))
+    else:
+        return x

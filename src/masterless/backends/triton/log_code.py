@@ -1,0 +1,199 @@
+"""The logarithmic code of second moments on a GPU: the log part of `formats.codec`, operation by operation.
+
+Contract: integer arithmetic on float bits; metadata is the tuple (top, step, flag), all in the shape of metadata
+(`tiles`): the float bits of a block's top and step, and whether its last code means zero.
+"""
+
+# mypy: disable-error-code="no-untyped-def,valid-type"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from masterless.backends.triton.numbers import BF16_MAX_BITS, float_bits, from_bits, threshold
+from masterless.backends.triton.tiles import (
+    block_index,
+    block_length,
+    elements,
+    is_owner,
+    joined,
+    over_block,
+    pointer,
+    present_elements,
+    run_of,
+    slices,
+)
+from masterless.formats import codec
+
+_STEP_UNIT = tl.constexpr(codec.LOG_STEP_UNIT)
+_BELOW_UNIT = tl.constexpr((1 << codec.LOG_STEP_UNIT) - 1)
+_CURVE = tl.constexpr(codec._LOG_CURVE)
+_ZERO_FLAG = tl.constexpr(codec._LOG_ZERO_FLAG)
+_STEP_MAX = tl.constexpr(codec._LOG_STEP_MAX)
+_LANES = tl.constexpr(codec._LOG_LANES)
+_LANE_LENGTH = tl.constexpr(codec._LOG_LANE_LENGTH)
+_NONE = tl.constexpr(0x7FFFFFFF)  # above the bits of all finite floats: a lane without a positive number
+
+
+@triton.jit
+def load_log_metadata(s, geometry, CODEC: tl.constexpr):
+    """The float bits of every block's top and step, and whether its last code means zero."""
+    at = block_index(geometry, s[7], CODEC.block)
+    there = geometry[3][:, None, None, None] & (at < (geometry[0][:, None, None, None] + 1) * s[7])
+    top = tl.load(pointer(s[2], tl.uint16, False) + at, mask=there, other=0).to(tl.int32) << 16
+    raw = tl.load(pointer(s[3], tl.uint16, False) + at, mask=there, other=1).to(tl.int32)
+    return top, (raw & _STEP_MAX) << _STEP_UNIT, (raw & _ZERO_FLAG) != 0
+
+
+@triton.jit
+def store_log_metadata(s, metadata, geometry, allowed, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
+    """Stores top, step and zero flag of every block."""
+    top, step, flag = metadata
+    at = block_index(geometry, s[7], CODEC.block)
+    mask = is_owner(geometry, allowed, cols, CODEC.block, STEP.ragged)
+    raw = (step >> _STEP_UNIT) | tl.where(flag, _ZERO_FLAG, 0)
+    tl.store(pointer(s[2], tl.uint16, False) + at, (top >> 16).to(tl.uint16), mask=mask)
+    tl.store(pointer(s[3], tl.uint16, False) + at, raw.to(tl.uint16), mask=mask)
+
+
+@triton.jit
+def _short_lanes(bits, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
+    """Lane minima of blocks that may be short: they have fewer lanes, and how many depends on their length."""
+    length = block_length(geometry, cols, CODEC.block)
+    lanes = tl.minimum(tl.maximum(length // _LANE_LENGTH, 1), _LANES)
+    place = geometry[1][:, None, None, None] + elements()
+    if CODEC.block > 0:
+        place = place % CODEC.block
+    lane = place % lanes
+    a = over_block(tl.where(lane == 0, bits, _NONE), CODEC.block, STEP.run, False)
+    b = over_block(tl.where(lane == 1, bits, _NONE), CODEC.block, STEP.run, False)
+    c = over_block(tl.where(lane == 2, bits, _NONE), CODEC.block, STEP.run, False)
+    d = over_block(tl.where(lane == 3, bits, _NONE), CODEC.block, STEP.run, False)
+    e = over_block(tl.where(lane == 4, bits, _NONE), CODEC.block, STEP.run, False)
+    f = over_block(tl.where(lane == 5, bits, _NONE), CODEC.block, STEP.run, False)
+    g = over_block(tl.where(lane == 6, bits, _NONE), CODEC.block, STEP.run, False)
+    h = over_block(tl.where(lane == 7, bits, _NONE), CODEC.block, STEP.run, False)
+    return tl.reshape(tl.join(joined(a, b, c, d), joined(e, f, g, h)), (a.numel, 8))
+
+
+@triton.jit
+def lane_minima(x, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
+    """The bits of the smallest positive number of each of the eight lanes of every block: ``[blocks, 8]``."""
+    bits = tl.where(present_elements(geometry, STEP.ragged) & (x > 0.0), float_bits(x), _NONE)
+    if (STEP.ragged == 2 and STEP.walk != "rows") or (CODEC.block > 0 and CODEC.block < 128):
+        return _short_lanes(bits, geometry, cols, CODEC, STEP)
+    else:
+        # Eight lanes, which the 32 elements of a slice pass through four times.
+        a, b, c, d = slices(bits)
+        least = tl.minimum(tl.minimum(a, b), tl.minimum(c, d))
+        lanes = tl.min(tl.reshape(least, (x.shape[0], 4, 8)), axis=1)
+        run: tl.constexpr = run_of(CODEC.block, STEP.run)
+        if run > 1:
+            runs = tl.min(tl.reshape(lanes, (x.shape[0] // run, run, 8)), axis=1)
+            spread = tl.broadcast_to(runs[:, None, :], (x.shape[0] // run, run, 8))
+            lanes = tl.reshape(spread, (x.shape[0], 8))
+        return lanes
+
+
+@triton.jit
+def _lowest(minima, CODEC: tl.constexpr):
+    """Of the lanes that hold a positive number the one of the format's rank; 0 if there is none."""
+    if CODEC.low_rank == 7:
+        return tl.max(tl.where(minima == _NONE, 0, minima), axis=1)
+    else:
+        if CODEC.low_rank == 0:
+            low = tl.min(minima, axis=1)
+        else:
+            found = tl.sum((minima != _NONE).to(tl.int32), axis=1)
+            rank = tl.maximum(found - 1, 0) * CODEC.low_rank // 7
+            lane = tl.arange(0, 8)
+            mine, other = minima[:, :, None], minima[:, None, :]
+            before = (other < mine) | ((other == mine) & (lane[None, None, :] < lane[None, :, None]))
+            place = tl.sum(before.to(tl.int32), axis=2)
+            low = tl.sum(tl.where(place == rank[:, None], minima, 0), axis=1)
+        return tl.where(low == _NONE, 0, low)
+
+
+@triton.jit
+def log_summary(x, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
+    """What a block's metadata is made of: the bits of its maximum, its lane minima, whether it holds zeros."""
+    there = present_elements(geometry, STEP.ragged)
+    top = over_block(tl.where(there, float_bits(x), 0), CODEC.block, STEP.run, True)
+    zeros = over_block(tl.where(there & (x == 0.0), 1, 0), CODEC.block, STEP.run, True)
+    return top, lane_minima(x, geometry, cols, CODEC, STEP), zeros
+
+
+@triton.jit
+def log_metadata(summary, CODEC: tl.constexpr):
+    """As `codec.log_metadata`: top and step as float bits, and whether the last code means zero."""
+    low = tl.reshape(_lowest(summary[1], CODEC), summary[0].shape)
+    top = tl.minimum((summary[0] + 0xFFFF) & ~0xFFFF, BF16_MAX_BITS)
+    flag = (summary[2] != 0) & (top > 0)
+    units = (tl.maximum(top - low, 0) + _BELOW_UNIT) >> _STEP_UNIT
+    intervals = (1 << CODEC.bits) - 1 - flag.to(tl.int32)
+    # Rounded up. Both numbers have at most 19 bits, so the quotient is right however it is rounded.
+    above = tl.div_rn((units + intervals - 1).to(tl.float32) + 0.5, intervals.to(tl.float32)).to(tl.int32)
+    step = tl.minimum(tl.maximum(above, 1), _STEP_MAX)
+    return top, step << _STEP_UNIT, flag
+
+
+@triton.jit
+def _steps_in(depth, step, CODEC: tl.constexpr):
+    """``depth // step``, which is exact: see `csrc/log_code.h`; of two-bit codes no more than 3."""
+    depth = depth.to(tl.uint32)  # with a dither it may exceed 31 bits
+    if CODEC.bits == 2:
+        one, two, three = step.to(tl.uint32), (step * 2).to(tl.uint32), (step * 3).to(tl.uint32)
+        return tl.where(depth >= two, tl.where(depth >= three, 3, 2), tl.where(depth >= one, 1, 0))
+    else:
+        units = (step >> _STEP_UNIT).to(tl.float32)
+        inverse = tl.div_rn(tl.full(units.shape, 1.0, tl.float32), units)
+        return (((depth >> _STEP_UNIT).to(tl.float32) + 0.5) * inverse).to(tl.int32)
+
+
+@triton.jit
+def _level_bits(top, code, step):
+    return tl.maximum(top - code * step, tl.where(top > 0, 1, 0))
+
+
+@triton.jit
+def decode_log(codes, metadata, CODEC: tl.constexpr):
+    """As `codec._decode_log`."""
+    top, step, flag = metadata
+    return from_bits(tl.where(flag & (codes == (1 << CODEC.bits) - 1), 0, _level_bits(top, codes, step)))
+
+
+@triton.jit
+def encode_log(x, metadata, word, CODEC: tl.constexpr):
+    """As `codec.encode_log`."""
+    top, step, flag = metadata
+    bits = float_bits(x)
+    depth = tl.maximum(top - bits, 0)
+    if CODEC.rounding == "nearest":
+        code = _steps_in(depth + (step >> 1), step, CODEC)
+    elif CODEC.rounding == "stochastic-log":
+        part = ((word >> 16).to(tl.int64) * step.to(tl.int64)) >> 16
+        code = _steps_in(depth + part.to(tl.int32), step, CODEC)
+    elif CODEC.rounding == "stochastic-value":
+        code = _steps_in(depth, step, CODEC)
+        upper = from_bits(_level_bits(top, code, step))
+        lower = from_bits(_level_bits(top, code + 1, step))
+        code += (x - lower <= threshold(word) * (upper - lower)).to(tl.int32)
+    else:
+        code = _steps_in(depth, step, CODEC)
+        rest = (depth - code * step).to(tl.float32)
+        linear, square = _curve(step)
+        down = rest * (linear - square * rest) > threshold(word)
+        code = tl.where(down | (bits == 1), code + 1, code)
+    code = tl.minimum(code, (1 << CODEC.bits) - 1 - flag.to(tl.int32))
+    return tl.where(bits > 0, code, tl.where(flag, (1 << CODEC.bits) - 1, 0))
+
+
+@triton.jit
+def _curve(step):
+    """The two factors of the probability to go down, of every block: see `codec.encode_log`."""
+    x = (step >> _STEP_UNIT).to(tl.float32) * _CURVE
+    square = x * x
+    curve = tl.minimum(tl.div_rn(x * (square + 27.0), square * 9.0 + 27.0), 1.0)
+    inverse = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), step.to(tl.float32))
+    return (curve + 1.0) * inverse, curve * inverse * inverse

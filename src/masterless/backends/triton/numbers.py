@@ -1,0 +1,158 @@
+"""Exact arithmetic for the kernels: floats by their bits, roundings, quotients, and the random bits.
+
+Contract:
+    * fp32 adds, subtracts and multiplies are IEEE's as long as a kernel is launched without contraction
+      (``enable_fp_fusion=False``); division and square root are the correctly rounded ones.
+    * Nothing here depends on how a tile is cut into programs or threads.
+"""
+
+# mypy: disable-error-code="no-untyped-def,valid-type"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from masterless.formats import rounding
+
+_GOLDEN64 = tl.constexpr(rounding._GOLDEN64)
+_MIX1 = tl.constexpr(rounding._MIX1)
+_MIX2 = tl.constexpr(rounding._MIX2)
+_WEYL32 = tl.constexpr(rounding._WEYL32)
+_SHIFT32 = tl.constexpr(rounding._SHIFT32)
+_MULTIPLY32 = tl.constexpr(rounding._MULTIPLY32)
+_ROUND_TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # adding it leaves no bits for a fraction: half goes to even
+_WHOLE64 = tl.constexpr(2.0**52)
+LARGEST = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
+BF16_MAX_BITS = tl.constexpr(0x7F7F0000)
+LARGEST_ROOT_BITS = tl.constexpr(0x5F7FFFFF)  # of the largest float whose square is finite
+INFINITE_BITS = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def float_bits(x):
+    """The bits of fp32 numbers, int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def from_bits(x):
+    """The fp32 numbers with these bits."""
+    return x.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """The bits of ``|x|``: they have the order of the magnitudes, with infinity and NaN on top."""
+    return float_bits(x) & 0x7FFFFFFF
+
+
+@triton.jit
+def widened(upper):
+    """The floats whose upper halves are given as 16-bit integers."""
+    return from_bits(upper.to(tl.int32) << 16)
+
+
+@triton.jit
+def weighed_bits(x, NEGATIVE: tl.constexpr):
+    """The bits of ``|x|``; a negative number counts for more where the levels do not reach as far on that side."""
+    if NEGATIVE == 1.0:
+        return magnitude_bits(x)
+    else:
+        magnitude = from_bits(magnitude_bits(x))
+        return float_bits(tl.where(x < 0.0, magnitude * NEGATIVE, magnitude))
+
+
+@triton.jit
+def quotient(numerator, denominator):
+    """As `rules.quotient`: where the denominator is not above zero nothing moves."""
+    return tl.where(denominator > 0.0, tl.div_rn(numerator, denominator), 0.0)
+
+
+@triton.jit
+def nearest_whole(x):
+    """Half to even, of numbers below 2^22."""
+    return (x + _ROUND_TO_WHOLE) - _ROUND_TO_WHOLE
+
+
+@triton.jit
+def storable(x):
+    """What overflows stops at the largest finite number."""
+    return tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+
+
+@triton.jit
+def scale_up(scale, CODEC: tl.constexpr):
+    """As `codec.round_scale_up`."""
+    rounded = from_bits((float_bits(scale) + CODEC.scale_low) & ~CODEC.scale_low)
+    return tl.minimum(rounded, CODEC.scale_limit)
+
+
+@triton.jit
+def fresh_scale(absmax, CODEC: tl.constexpr):
+    """As `codec.scale_for`: zero only for blocks of zeros."""
+    scale = tl.div_rn(absmax, tl.full(absmax.shape, CODEC.max_level, tl.float32))
+    smallest = from_bits(tl.full(absmax.shape, 1, tl.int32))
+    return scale_up(tl.where((absmax > 0.0) & (scale == 0.0), smallest, scale), CODEC)
+
+
+@triton.jit
+def next_scale(absmax, held, CODEC: tl.constexpr, HELD: tl.constexpr):
+    """As `scaling.scale_from_absmax`."""
+    if HELD:
+        gives_way = (absmax > held * CODEC.overflow) | (absmax < held * CODEC.waste)
+        return tl.where(gives_way, scale_up(absmax * CODEC.fresh, CODEC), held)
+    else:
+        return fresh_scale(absmax, CODEC)
+
+
+# --- random bits ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def chunk_words(key, chunk):
+    """As `rounding._chunk_words`: two 32-bit words of every chunk number."""
+    z = key.to(tl.uint64) + (chunk + 1).to(tl.uint64) * _GOLDEN64
+    z = (z ^ (z >> 30)) * _MIX1
+    z = (z ^ (z >> 27)) * _MIX2
+    z = z ^ (z >> 31)
+    return (z & 0xFFFFFFFF).to(tl.uint32), (z >> 32).to(tl.uint32)
+
+
+@triton.jit
+def dither(a, b, element):
+    """As `rounding.dither`: 16 random bits of every element of a chunk, in the upper half of a word."""
+    x = a + element.to(tl.uint32) * _WEYL32
+    return (x ^ (x >> _SHIFT32)) * _MULTIPLY32 + b
+
+
+@triton.jit
+def threshold(word):
+    """As `rounding.threshold` of the upper half of a word: ``(u + 1/2) / 2^16``.
+
+    1 + u / 2^16 is put together from its bits, and what is subtracted leaves the result exact.
+    """
+    one_and = ((word >> 9) & 0x7FFF80) | 0x3F800000
+    return from_bits(one_and.to(tl.int32)) - (1.0 - 2.0**-17)
+
+
+# --- sums whose bits do not depend on their order ----------------------------------------------------------------
+
+
+@triton.jit
+def sum_exponent(peak, count_bits):
+    """As `factored.sum_unit`: the exponent of the power of two in which numbers up to `peak` (fp64) are counted."""
+    field = (peak.to(tl.int64, bitcast=True) >> 52) & 0x7FF
+    return tl.where(peak > 0.0, field - 1022, 0) - 52 + count_bits
+
+
+@triton.jit
+def power_of_two(exponent):
+    """``2^exponent``, fp64."""
+    return ((exponent + 1023) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def counted(x, exponent):
+    """Non-negative fp64 numbers below 2^52 units, as whole numbers of them."""
+    return ((x * power_of_two(-exponent) + _WHOLE64) - _WHOLE64).to(tl.int64)

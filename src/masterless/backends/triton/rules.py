@@ -1,0 +1,120 @@
+"""The rules on a GPU: `step.rules`, operation by operation.
+
+Contract: fp32 tiles and numbers in, the new moments and the step before its size out. A moment that is not stored comes
+and goes as the gradient's stand-in, which the compiler removes.
+"""
+
+# mypy: disable-error-code="no-untyped-def,valid-type"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from masterless.backends.triton.numbers import quotient
+
+
+@triton.jit
+def numbers(p):
+    """A task's numbers, as `record.NUMBERS`."""
+    return (
+        tl.load(p),
+        tl.load(p + 1),
+        tl.load(p + 2),
+        tl.load(p + 3),
+        tl.load(p + 4),
+        tl.load(p + 5),
+        tl.load(p + 6),
+        tl.load(p + 7),
+        tl.load(p + 8),
+        tl.load(p + 9),
+        tl.load(p + 10),
+        tl.load(p + 11),
+    )
+
+
+@triton.jit
+def descent_gradient(g, w, c, STEP: tl.constexpr):
+    """As `tile.descent_gradient`."""
+    if STEP.maximize:
+        g = -g
+    if STEP.l2:
+        g = g + w * c[2]
+    return g
+
+
+@triton.jit
+def _average(old, innovation, c, STEP: tl.constexpr):
+    """The second moment after this step; a factored one is known already."""
+    if STEP.second.kind == "factored":
+        return old
+    else:
+        return old * c[5] + innovation * c[6]
+
+
+@triton.jit
+def _sign(x):
+    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
+
+
+@triton.jit
+def update(g, m, v, c, STEP: tl.constexpr):
+    """The new moments, and the step over its size."""
+    has_first: tl.constexpr = STEP.first.stored
+    if STEP.family == "adam":
+        if has_first:
+            m = m + (g - m) * c[4]
+        else:
+            m = g
+        v = _average(v, g * g, c, STEP)
+        moved = quotient(m, tl.sqrt_rn(v) * c[7] + c[8])
+    elif STEP.family == "adam_update_units":
+        v = _average(v, g * g, c, STEP)
+        u = quotient(g, tl.sqrt_rn(v) * c[7] + c[8])
+        if has_first:
+            m = m + (u - m) * c[4]
+        else:
+            m = u
+        moved = m
+    elif STEP.family == "adabelief":
+        if has_first:
+            m = m + (g - m) * c[4]
+        else:
+            m = g
+        surprise = g - m
+        v = _average(v, surprise * surprise, c, STEP)
+        moved = quotient(m, tl.sqrt_rn(v + c[8]) * c[7] + c[8])
+    elif STEP.family == "sgd" or STEP.family == "sgd_nesterov":
+        if has_first:
+            m = m * c[3] + g * c[4]
+            if STEP.family == "sgd":
+                moved = m
+            else:
+                moved = g * c[4] + m * c[3]
+        else:
+            m, moved = g, g
+    elif STEP.family == "lion":
+        if has_first:
+            moved = _sign(m + (g - m) * c[4])
+            m = m + (g - m) * c[6]
+        else:
+            m, moved = g, _sign(g)
+    else:
+        v = _average(v, g * g, c, STEP)
+        root = tl.sqrt_rn(v)
+        if STEP.family == "adam_weight_units":
+            d = root * c[7] + c[8]
+        elif STEP.family == "rmsprop":
+            d = root + c[8]
+        else:
+            d = tl.maximum(root, c[8])
+        u = quotient(g, d)
+        if not has_first:
+            m, moved = g, u
+        elif STEP.family == "adafactor":
+            m = m + (u * c[9] - m) * c[4]
+            moved = m
+        else:
+            m = m * c[3] + u * c[4]
+            moved = m
+    return m, v, moved

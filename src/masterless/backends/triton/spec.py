@@ -1,0 +1,230 @@
+"""What a kernel is compiled for, as frozen values: how each storage is coded, and the kind of a step.
+
+Contract:
+    * Triton takes a value of this module as one compile-time constant. A kernel asks it by attribute, so codecs and
+      rules are composed by branches that the compiler resolves: codecs plus rules, never codecs times rules.
+    * Every number is computed here from the specification (`formats/`); a kernel derives no constant of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from masterless.formats import Format
+from masterless.formats.codec import _SCALE_LOW_BITS, LOG_LOW_RANK, round_scale_up
+from masterless.formats.layout import CHUNK
+from masterless.formats.scaling import HEADROOM, WASTE, overflow_level
+from masterless.step.task import Task
+
+PIECE = 64  # chunks that a program holds at once at most; a longer tile is walked in pieces
+_PROGRAM = 16  # chunks of a program where tiles are short: 16 elements for each of 128 threads
+
+ROW = 0  # as a block length: the whole row
+TENSOR = -1  # as a block length: one scale for everything
+
+
+class _Constant:
+    """A value that Triton may build into a kernel: it names kernels by their constants."""
+
+    def mangle(self) -> str:
+        """Letters and digits that differ for different values."""
+        return "_" + "".join(c if c.isalnum() else f"_{ord(c):x}_" for c in repr(self))
+
+
+@dataclass(frozen=True)
+class Codec(_Constant):
+    """How one storage is coded, and rounded when it is written.
+
+    Attributes:
+        kind: "none", "factored", "float32", "bfloat16", "linear", "codebook" or "log".
+        bits: of the packed code.
+        hidden: finer bits that are packed apart.
+        master: whether an fp32 copy is kept beside the code.
+        signed: whether there are negative levels.
+        zero_code: the code of zero on the finest grid.
+        block: elements that share a scale; `ROW` and `TENSOR`.
+        wide_scale: whether the scale is stored as fp32 and not as bf16.
+        scale_low: bits that rounding a scale up clears.
+        scale_limit: the largest scale that may be stored.
+        max_level: the largest magnitude of a level; a fresh scale is absmax over this.
+        limit: the same on the finest grid.
+        negative: how much further the positive levels reach than the negative ones.
+        overflow: a held scale gives way above this many scales ...
+        waste: ... and below this many, ...
+        fresh: ... to absmax times this.
+        levels: of a codebook: how many.
+        low_rank: of the log code: which of the sorted lane minima is the lowest level.
+        rounding: "nearest", "stochastic", "stochastic-log" or "stochastic-value".
+    """
+
+    kind: str = "none"
+    bits: int = 0
+    hidden: int = 0
+    master: bool = False
+    signed: bool = True
+    zero_code: int = 0
+    block: int = CHUNK
+    wide_scale: bool = False
+    scale_low: int = 0
+    scale_limit: float = 0.0
+    max_level: float = 1.0
+    limit: float = 1.0
+    negative: float = 1.0
+    overflow: float = 1.0
+    waste: float = 1.0
+    fresh: float = 1.0
+    levels: int = 0
+    low_rank: int = 0
+    rounding: str = "nearest"
+
+    @property
+    def scaled(self) -> bool:
+        """Whether blocks carry a scale."""
+        return self.kind in ("linear", "codebook")
+
+    @property
+    def stored(self) -> bool:
+        """Whether anything is stored element by element."""
+        return self.kind not in ("none", "factored")
+
+    @property
+    def random(self) -> bool:
+        """Whether rounding draws random bits; a master copy loses nothing, so its visible code is the nearest."""
+        return self.rounding != "nearest" and not self.master and self.kind not in ("none", "factored", "float32")
+
+    @property
+    def offset(self) -> int:
+        """The code of zero as the forward pass sees it."""
+        return 1 << (self.bits - 1) if self.hidden else self.zero_code
+
+
+@dataclass(frozen=True)
+class Step(_Constant):
+    """A kind of step: everything but addresses, sizes and numbers.
+
+    Attributes:
+        rule: name of the rule.
+        weight: how the weight is coded.
+        first: and the first moment.
+        second: and the second moment.
+        inject: whether what rounding takes from the weight enters the first moment.
+        maximize: whether the gradient is ascended.
+        grad_bf16: whether the gradient is bf16 and not fp32.
+        l2: whether there is coupled weight decay.
+        held: whether the scales of the weight are held.
+        indivisible: whether one bad gradient keeps the whole parameter from moving.
+        tile: chunks of a row that stand or fall together, a power of two; 0: more than a program holds.
+        chunks: chunks of a program, a multiple of `tile`.
+        walk: what the programs of a launch go through: "tiles" (all of a row but the last, if that has gaps), "tails"
+            (the last ones), "rows" (each is one long tile), "chunks" (all of them) or "columns" (one of chunks, and
+            as many rows as a program has chunks).
+        ragged: 0: all elements of all tiles are there; 1: whole chunks may be missing; 2: parts of chunks, too.
+        aligned: whether all addresses are multiples of 16 bytes, chunk by chunk.
+    """
+
+    rule: str
+    weight: Codec
+    first: Codec
+    second: Codec
+    inject: bool
+    maximize: bool
+    grad_bf16: bool
+    l2: bool
+    held: bool
+    indivisible: bool
+    tile: int
+    chunks: int
+    walk: str
+    ragged: int
+    aligned: bool
+
+    @property
+    def run(self) -> int:
+        """Chunks of a program that belong to one tile."""
+        return self.tile or self.chunks
+
+    @property
+    def weight_units(self) -> bool:
+        """Whether the momentum is in units of the weight: nothing of it is stored while nothing moves."""
+        return self.rule.endswith("_weight_units")
+
+    @property
+    def family(self) -> str:
+        """The rule without its units where only the numbers differ."""
+        return (
+            self.rule
+            if self.rule in ("adam_weight_units", "adafactor_weight_units")
+            else self.rule.removesuffix("_weight_units")
+        )
+
+    @property
+    def adafactor(self) -> bool:
+        """Whether the step size needs statistics of the whole parameter."""
+        return self.rule.startswith("adafactor")
+
+
+@cache
+def codec_of(format: Format | None, rounding: str = "nearest") -> Codec:
+    """The constants of a format that is written with this rounding."""
+    if format is None or format.kind in ("none", "factored"):
+        return Codec("none" if format is None else format.kind)
+    if not format.scaled:
+        return Codec(format.kind, format.bits, rounding=rounding)
+    block = {"row": ROW, "tensor": TENSOR}.get(str(format.granularity), format.granularity)
+    assert isinstance(block, int)
+    if format.kind == "log":
+        low = LOG_LOW_RANK[format.bits]
+        return Codec("log", format.bits, signed=False, block=block, low_rank=low, rounding=rounding)
+    top = format.max_level
+    return Codec(
+        kind=format.kind,
+        bits=format.bits,
+        hidden=format.fine_bits,
+        master=format.master,
+        signed=format.signed,
+        zero_code=format.zero_code,
+        block=block,
+        wide_scale=format.scale == "fp32",
+        scale_low=_SCALE_LOW_BITS[format.scale],
+        scale_limit=round_scale_up(torch.tensor(float("inf")), format).item(),
+        max_level=top,
+        limit=top * 2.0**format.fine_bits,
+        negative=format.negative_factor,
+        overflow=overflow_level(format),
+        waste=WASTE * top,
+        fresh=HEADROOM / top,
+        levels=len(format.levels) if format.kind == "codebook" else 0,
+        rounding=rounding,
+    )
+
+
+def step_of(task: Task) -> Step:
+    """The kind of a task's step, but for what differs from step to step and from tile to tile (`at`)."""
+    storages = {"weight": task.weight, "first": task.first, "second": task.second}
+    purposes = {"weight": "weight", "first": "exp_avg", "second": "exp_avg_sq"}
+    codecs = {k: codec_of(s.format if s else None, task.rounding[purposes[k]]) for k, s in storages.items()}
+    chunks = -(-task.weight.layout.cols // CHUNK)
+    tile = 1 << (min(task.chunks_per_tile, max(chunks, 1)) - 1).bit_length()
+    return Step(
+        rule=task.rule.name,
+        **codecs,
+        inject=task.inject and codecs["first"].stored,
+        maximize=task.maximize,
+        grad_bf16=task.grad.dtype == torch.bfloat16,
+        l2=False,
+        held=True,
+        indivisible=task.indivisible,
+        tile=tile if tile <= PIECE else 0,
+        chunks=max(tile, _PROGRAM) if tile <= PIECE else PIECE,
+        walk="tiles" if tile <= PIECE else "rows",
+        ragged=2,
+        aligned=False,
+    )
+
+
+def at(step: Step, policy: str, l2: bool) -> Step:
+    """The kind of a step under this scale policy, with or without coupled weight decay."""
+    return replace(step, held=policy != "recompute", l2=l2)

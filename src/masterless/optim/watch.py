@@ -1,0 +1,108 @@
+"""What the descriptions of a step plan depend on, and whether it has stayed as it was.
+
+Contract:
+    * Tensors are known by address, bytes and contiguity: whatever replaces, casts, cuts, transposes or resizes one
+      changes one of these. Options are known by value, everything else by identity.
+    * `Watch.holds` is all the Python that a parameter costs in a usual step, hence its loops run inside `map`, and of
+      what is the same object as before only the memory is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from masterless.tensor.quantized import QuantizedTensor
+
+if TYPE_CHECKING:
+    from masterless.optim.base import LowBitOptimizer
+
+Member = tuple[dict[str, Any], Tensor, str]  # a parameter between its group and its name
+_address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
+_dtype, _shape, _nbytes, _stored = map(attrgetter, ("dtype", "shape", "nbytes", "stored"))
+
+
+def _settings(optimizer: LowBitOptimizer, group: dict[str, Any]) -> tuple[Any, ...]:
+    """What of a group's options goes into a description. Hyperparameters that a schedule changes do not."""
+    return (
+        optimizer.rule(group),
+        optimizer.rule(group, True),
+        optimizer.has_momentum(group),
+        optimizer.first_name and group[optimizer.first_name],
+        optimizer.second_name and group[optimizer.second_name],
+        group["quantize_states"],
+        group["backend"],
+        group["rounding"],
+        group["weight_rounding"],
+        group["error_compensation"],
+        group["maximize"],
+    )
+
+
+class Watch:
+    """All that descriptions of some parameters' steps were made from."""
+
+    def __init__(self, optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> None:
+        self._groups, self._parameters, names = zip(*members, strict=True)
+        self._names = [*names]
+        self._distinct = [*{id(group): group for group in self._groups}.values()]
+        self._settings = [_settings(optimizer, group) for group in self._distinct]
+        self._grads = [*map(_dtype, grads)]
+        every = optimizer.state if len(members) > 1 else {}
+        self._owners, self._states = [*every], [*every.values()]
+        self._own_states = [optimizer.state[p] for p in self._parameters]
+        self._keys = [*chain.from_iterable(self._own_states)]
+        self._values = [*chain.from_iterable(map(dict.values, self._own_states))]
+        self._quantized = [p for p in self._parameters if isinstance(p, QuantizedTensor)]
+        self._dense = [p for p in self._parameters if not isinstance(p, QuantizedTensor)]
+        self._storages = [*map(_stored, self._quantized)]
+        self._tensors = [*self._values, *self._dense]
+        for storage in self._storages:
+            self._tensors += storage.tensors.values()
+        self._addresses = [*map(_address, self._tensors)]
+        self._nbytes = [*map(_nbytes, self._tensors)]
+        self._contiguous = [*map(_is_contiguous, self._tensors)]
+        self._shapes = [*map(_shape, self._dense)]
+
+    @classmethod
+    def of(cls, optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> Watch | None:
+        """A watch over these parameters; None if somebody keeps things in their states that are no tensors."""
+        try:
+            return cls(optimizer, members, grads)
+        except TypeError:
+            return None
+
+    def holds(self, optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> bool:
+        """Whether all of it is as it was."""
+        groups, parameters, names = zip(*members, strict=True)
+        return (
+            _same(parameters, self._parameters)
+            and _same(groups, self._groups)
+            and [*names] == self._names
+            and self._has_states(optimizer.state)
+            and [*chain.from_iterable(self._own_states)] == self._keys
+            and _same([*chain.from_iterable(map(dict.values, self._own_states))], self._values)
+            and _same([*map(_stored, self._quantized)], self._storages)
+            and [*map(_dtype, grads)] == self._grads
+            and [*map(_address, self._tensors)] == self._addresses
+            and [*map(_nbytes, self._tensors)] == self._nbytes
+            and [*map(_is_contiguous, self._tensors)] == self._contiguous
+            and [*map(_shape, self._dense)] == self._shapes
+            and [_settings(optimizer, group) for group in self._distinct] == self._settings
+        )
+
+    def _has_states(self, state: dict[Tensor, dict[str, Any]]) -> bool:
+        """Whether the parameters have the very dictionaries that they had."""
+        if len(self._parameters) == 1:
+            return state.get(self._parameters[0]) is self._own_states[0]
+        # A tensor's hash is a slow call, so the dictionary is walked and not asked for each.
+        return _same([*state], self._owners) and _same([*state.values()], self._states)
+
+
+def _same(now: Sequence[Any], then: Sequence[Any]) -> bool:
+    """Whether these are the very objects of then, in the same order."""
+    return len(now) == len(then) and all(map(is_, now, then))

@@ -1,0 +1,223 @@
+"""Runs the GPU kernels in Triton's interpreter, in a process of its own: `python tests/triton_worker.py SUITE [COUNT]`.
+
+Whether Triton interprets is decided when it is imported, for the whole process.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import kernel_cases
+import numpy as np
+import torch
+from kernel_cases import FIRSTS, GRADIENTS, SECONDS, SHAPES, WEIGHTS, Case
+from triton.runtime import interpreter
+
+import masterless
+from masterless.backends.triton.backend import TritonBackend
+from masterless.formats import parse
+from masterless.formats.rounding import ROUNDINGS
+from masterless.formats.storage import Storage
+from masterless.step import dispatch
+from masterless.step.reference import Task
+from masterless.step.rules import RULES
+
+BACKEND = TritonBackend()
+
+
+def _call(function: interpreter.InterpretedFunction, *args: object, **kwargs: object) -> object:
+    """A call between our kernels' functions.
+
+    Triton would look through all of its language for what to patch, in every call: most of the interpreter's time. It
+    is patched already, because a kernel is running.
+    """
+    if function.fn.__module__.startswith("masterless"):
+        return function.rewrite()(*args, **kwargs)
+    return _slow_call(function, *args, **kwargs)
+
+
+_slow_call = interpreter.InterpretedFunction.__call__
+interpreter.InterpretedFunction.__call__ = _call  # type: ignore[method-assign]
+
+
+def perform(tasks: Sequence[Task]) -> list[int]:
+    """Steps tasks in the interpreter."""
+    assert [BACKEND.refusal(task) for task in tasks] == [""] * len(tasks)
+    with np.errstate(over="ignore"):  # scalars beyond fp32, which an optimizer refuses
+        return BACKEND.step(BACKEND.prepare(tasks), kernel_cases.turn_of(tasks)).bad.tolist()
+
+
+def check(cases: Sequence[Case]) -> None:
+    """Every stored byte equals the reference's, case by case."""
+    for case in cases:
+        kernel_cases.check([replace(case, steps=2)], perform)
+
+
+def covering(count: int, seed: int = 0) -> list[Case]:
+    """Random cases in which every format, rule, rounding, shape and kind of gradient has its turn."""
+    rng = random.Random(seed)
+    lists = [WEIGHTS, FIRSTS, SECONDS, list(RULES), SHAPES, [*GRADIENTS, "normal", "normal"], list(ROUNDINGS)]
+    for values in lists:
+        rng.shuffle(values)
+    cases = []
+    for i in range(count):
+        weight, first, second, rule, shape, gradients, rounding = (values[i % len(values)] for values in lists)
+        drawn = kernel_cases.random_case(rng)
+
+        def variant(name: str, like: str) -> str:
+            scaled, options = parse(name).scaled, like.split(":")[1:]
+            log = parse(name).kind == "log"
+            kept = [o for o in options if not (log and o in ("fp32", "pow2", "bf16"))]
+            return ":".join([name, *kept]) if scaled and parse(like).scaled else name
+
+        inject = drawn.inject and first != "none" and RULES[rule].compensable
+        second = variant(second, drawn.second.replace(":tensor", ""))
+        first = variant(first, drawn.first.replace(":tensor", ""))
+        chosen = replace(drawn, weight=variant(weight, drawn.weight), first=first, second=second, rule=rule)
+        cases.append(replace(chosen, shape=shape, gradients=gradients, rounding=rounding, inject=inject))
+    return cases
+
+
+def hostile(count: int, seed: int = 0) -> list[Case]:
+    """Cases with results that are huge or not finite."""
+    rng = random.Random(1000 + seed)
+    return [kernel_cases.hostile_case(rng) for _ in range(count)]
+
+
+def main_formats() -> list[Case]:
+    """What presets use, on tiles without gaps and with them."""
+    formats = [
+        ("int4", "int4", "log2"),
+        ("int4+4", "int2", "factored"),
+        ("int8", "int4", "log4"),
+        ("fp8", "int4", "log2"),
+    ]
+    return [
+        Case(weight=w, first=m, second=v, shape=shape, grad=torch.bfloat16)
+        for w, m, v in formats
+        for shape in ((5, 256), (2, 200))
+    ]
+
+
+def long_rows() -> list[Case]:
+    """Rows that are one tile and longer than a program."""
+    return [
+        Case(weight=w, first=m, second=v, shape=(2, 9000), gradients=g)
+        for w, m, v, g in (
+            ("int4:row", "int8:row", "log4:row", "normal"),
+            ("fp32", "int4", "log2:row", "sparse"),
+            ("fp8:row", "dynamic4:row", "ufp8", "nan"),
+        )
+    ]
+
+
+def decoding() -> None:
+    """Every format decodes to the bit."""
+    generator = torch.Generator().manual_seed(1)
+    for name in sorted({*WEIGHTS, *SECONDS} - {"factored", "fp32", "bf16"}):
+        for shape in ((3, 128), (2, 3, 50)):
+            x = torch.randn(shape, generator=generator)
+            storage = Storage.zeros(parse(name), x.shape).encode_(x if parse(name).signed else x.abs())
+            for visible in (True, False):
+                expected = storage.decode(visible)
+                assert torch.equal(BACKEND.decode(storage, torch.float32, visible), expected), (name, shape)
+                half = BACKEND.decode(storage, torch.bfloat16, visible)
+                assert torch.equal(half, expected.to(torch.bfloat16)), (name, shape)
+
+
+def stopping() -> None:
+    """One launch over tensors of several kinds: a gradient that must be finite stops all of them, and only then."""
+    cases = [
+        Case(weight="int4", first="int4", second="log2", shape=(3, 200)),
+        Case(weight="int4", first="int4", second="log2", shape=(4, 128)),
+        Case(weight="int8:tensor", first="int4", second="factored", shape=(4, 128)),
+        Case(weight="fp32", first="fp32", second="fp32", shape=(7,), rule="adafactor"),
+    ]
+    kernel_cases.check(cases, perform)
+    tasks = [kernel_cases.at_step(kernel_cases.build(c), c, 1, kernel_cases.build(c).grad) for c in cases]
+    tasks[1].grad[0, 5] = float("nan")
+    before = [kernel_cases.copy(task) for task in tasks]
+    prepared = BACKEND.prepare(tasks)
+    turn = replace(kernel_cases.turn_of(tasks), must_be_finite=[True, True, False, True])
+    survey = BACKEND.step(prepared, turn, only_survey=True)
+    assert (survey.bad.tolist(), survey.moved) == ([0, 1, 0, 0], False)
+    outcome = BACKEND.step(prepared, turn)
+    assert (outcome.bad.tolist(), outcome.moved) == ([0, 1, 0, 0], False)
+    assert [kernel_cases.differences(a, b) for a, b in zip(before, tasks, strict=True)] == [[]] * 4
+    outcome = BACKEND.step(prepared, replace(turn, must_be_finite=[True, False, True, True]))
+    assert (outcome.bad.tolist(), outcome.moved) == ([0, 1, 0, 0], True)
+    assert all(kernel_cases.differences(a, b) for a, b in zip(before, tasks, strict=True))
+
+
+def optimizing() -> None:
+    """An optimizer whose device runs behind: nothing bad is written, and the next call says so and takes it back."""
+    dispatch.register("cpu", BACKEND)
+    for nonfinite in ("raise", "raise-now", "skip"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Linear(64, 1))
+        masterless.quantize_(model, "int4")
+        opt = masterless.AdamW(model.named_parameters(), exp_avg="int4", exp_avg_sq="log2", nonfinite=nonfinite)
+        x = torch.randn(8, 128)
+
+        def backward(model: torch.nn.Module = model, x: torch.Tensor = x) -> None:
+            model.zero_grad()
+            model(x).square().mean().backward()
+
+        backward()
+        opt.step()
+        assert (opt.plan.unsettled == []) == (nonfinite == "raise-now")
+        backward()
+        model[0].weight.grad[1, 3] = float("nan")
+        before = _bytes(model, opt)
+        if nonfinite == "raise-now":
+            assert "No weight and no state has changed" in _error(opt.step)
+            assert _bytes(model, opt) == before
+            continue
+        opt.step()  # runs ahead
+        if nonfinite == "skip":
+            opt.synchronize()
+            assert opt.nonfinite_counts == {"0.weight": 1}
+            continue
+        backward()
+        assert "0.weight (1 elements)" in _error(opt.step)
+        assert _bytes(model, opt) == before
+        opt.step()
+        opt.synchronize()
+        assert {int(state["step"]) for state in opt.state.values()} == {2}
+        assert opt.state_dict()["state"]
+
+
+def _bytes(model: torch.nn.Module, opt: masterless.AdamW) -> dict[str, bytes]:
+    tensors = {f"w.{k}": t for k, t in model[0].weight.stored.tensors.items()}
+    tensors |= {f"{i}.{k}": t for i, state in enumerate(opt.state.values()) for k, t in state.items()}
+    return {k: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for k, t in tensors.items()}
+
+
+def _error(step: Callable[[], object]) -> str:
+    try:
+        step()
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+SUITES = {
+    "main": lambda count: check(main_formats()),
+    "covering": lambda count: check(covering(count)),
+    "hostile": lambda count: check(hostile(count)),
+    "rows": lambda count: check(long_rows()),
+    "decoding": lambda count: decoding(),
+    "stopping": lambda count: stopping(),
+    "optimizing": lambda count: optimizing(),
+    "sweep": lambda count: [check([*covering(20, seed), *hostile(10, seed)]) for seed in range(count)],
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    SUITES[sys.argv[1]](int(sys.argv[2]) if len(sys.argv) > 2 else 1)
