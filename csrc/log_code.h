@@ -5,6 +5,8 @@
 // float bits; the lowest level is one of the minima of eight interleaved lanes. All quotients by `step` are exact.
 #pragma once
 
+#include <numeric>
+
 #include "abi.h"
 #include "random.h"
 #include "scale.h"
@@ -54,7 +56,8 @@ class LogStatistics {
         for (uint32_t& m : minima_) m = kNone;
     }
 
-    // The next n numbers; all pieces but the last have a multiple of 16.
+    // The next n numbers, which zeros follow up to a whole vector. All pieces but the last have a multiple of 16, and of a
+    // block in pieces a vector has a multiple of the lanes.
     void add(const float* x, int n) {
         const bool regular = n % kWidth == 0 && kWidth % lanes_ == 0;
         regular ? add_regular(x, n) : add_irregular(x, n);
@@ -93,14 +96,25 @@ class LogStatistics {
         for (int i = 0; i < lanes; ++i) minima_[i] = bits_minus_one[i] < minima_[i] ? bits_minus_one[i] : minima_[i];
     }
 
+    // Lanes that do not divide a vector: after `period` vectors they start where they started.
     void add_irregular(const float* x, int n) {
-        for (int e = 0; e < n; ++e) {
-            const uint32_t b = bits(x[e]);
-            top_ = b > top_ ? b : top_;
-            has_zero_ |= b == 0;
-            uint32_t& m = minima_[e % lanes_];
-            m = b - 1 < m ? b - 1 : m;
+        const int period = lanes_ / std::gcd(lanes_, kLanes);
+        vu minima[8];
+        for (int k = 0; k < period; ++k) minima[k] = splat(kNone);
+        vi top{};
+        vu lowest = splat(kNone);
+        for (int e = 0, k = 0; e < n; e += kLanes, k = k + 1 < period ? k + 1 : 0) {
+            const vi b = load<vi>(x + e);
+            top = max(top, b);
+            minima[k] = min(minima[k], (vu)b - 1u);
+            lowest = min(lowest, n - e < kLanes ? (vu)select(lane_numbers() < n - e, b, splat(1)) : (vu)b);
         }
+        const uint32_t largest = (uint32_t)horizontal_max(top);
+        top_ = largest > top_ ? largest : top_;
+        has_zero_ |= !all(lowest != 0u);
+        uint32_t by_position[8 * kLanes];
+        std::memcpy(by_position, minima, sizeof(vu) * (size_t)period);
+        for (int i = 0; i < period * kLanes; i += lanes_) fold(by_position + i, lanes_);
     }
 
     // Bits of the lowest level: of the lanes that hold a positive number, the one of the given rank out of 0 ... 7.

@@ -152,6 +152,9 @@ def main() -> None:
                     optimizer.zero_grad()
                 seconds += recorder.phases[-1].seconds
             print(f"step {step + 1}: loss {losses[-1]:.4f}, {seconds:.1f} s, {recorder.peak / 1e9:.2f} GB", flush=True)
+        with recorder.phase("evaluation"), torch.no_grad():
+            after = model(ids, targets).item()
+        print(f"after {options.steps} steps: loss {after:.4f}", flush=True)
         result = {
             "model": options.model,
             "optimizer": "torch AdamW bf16" if options.torch else options.preset,
@@ -159,7 +162,7 @@ def main() -> None:
             "tokens": options.batch * options.tokens,
             "steps": options.steps,
             "first_step": first,
-            "losses": losses,
+            "losses": [*losses, after],
             "peak_bytes": recorder.peak,
             "python_bytes": started,
             "phases": summary(recorder),

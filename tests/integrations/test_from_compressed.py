@@ -15,7 +15,7 @@ from tiny import IDS, differences, examples, llama, moe
 from transformers import AutoModelForCausalLM
 
 import masterless as ml
-from masterless.integrations.from_compressed import from_compressed
+from masterless.integrations.from_compressed import _imported, from_compressed
 
 KINDS = {
     "int4 groups (GPTQ)": ({"num_bits": 4, "strategy": "group", "group_size": 32}, "int4:32"),
@@ -105,3 +105,8 @@ def test_experts_are_left_dense(tmp_path):
     again, report = from_compressed(tmp_path / "out")
     assert any("experts" in name for name in report.left) and len(report.imported) == 8
     assert torch.equal(logits(again), logits(model))
+
+
+def test_codes_of_another_kind_are_left_dense():
+    parts = {"weight_packed": torch.zeros(4, 16, dtype=torch.uint8), "weight_scale": torch.ones(4, 1)}
+    assert "its codes are torch.uint8" in _imported(parts, (4, 32), 0)

@@ -142,8 +142,9 @@ def _imported(parts: dict[str, Tensor], shape: tuple[int, ...], hidden: int) -> 
     plain = parts.get("weight")
     if plain is not None and plain.dtype == torch.float8_e4m3fn:
         return _storage(as_weight(f"fp8{suffix}"), shape, plain.view(torch.uint8).to(torch.int32), scale)
-    if plain is not None and plain.dtype != torch.int8:
-        return f"its codes are {plain.dtype}, which is none of our grids"
+    codes_dtype = parts.get("weight_packed", plain).dtype  # type: ignore[union-attr]
+    if codes_dtype not in (torch.int8, torch.int32):
+        return f"its codes are {codes_dtype}: integers and FP8 with one scale per group, row or tensor are taken over"
     bits, codes = _integers(parts, shape)
     zero = parts.get("weight_zero_point")
     if zero is not None and bool(zero.any()):

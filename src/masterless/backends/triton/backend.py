@@ -36,6 +36,7 @@ _COUNTS = 3  # `record.COUNTS`
 _NUMBERS = len(Scalars._fields) + 1
 _ADAFACTOR = 5
 _NOTHING = Codec()
+Numbers = tuple[str, bool, bool]  # what of a step's kind its numbers decide: scale policy, coupled weight decay, eps
 
 
 @cache
@@ -198,6 +199,7 @@ def _bare(rule: str) -> Step:
         maximize=False,
         grad_bf16=False,
         l2=False,
+        eps=False,
         held=True,
         indivisible=False,
         tile=1,
@@ -208,8 +210,8 @@ def _bare(rule: str) -> Step:
     )
 
 
-def _fill(prepared: Prepared, turn: Turn) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], list[tuple[str, bool]]]:
-    """Records and numbers of this step, and what of its kind depends on them: policy and coupled weight decay."""
+def _fill(prepared: Prepared, turn: Turn) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], list[Numbers]]:
+    """Records and numbers of this step, and what of its kind depends on them."""
     records = prepared.records
     records[:, FIELDS.index("grad")] = [*map(Tensor.data_ptr, turn.grads)]
     records[:, FIELDS.index("must_be_finite")] = turn.must_be_finite
@@ -223,7 +225,7 @@ def _fill(prepared: Prepared, turn: Turn) -> tuple[NDArray[Any], NDArray[Any], N
             numbers[Scalars._fields.index("clip")] = 1.0
             wide[:] = (scalars.step_size, scalars.rate1, group["eps"][1], group["d"], group["beta1"] == 0.0)
     which = np.broadcast_to(np.asarray(turn.which, dtype=np.intp), (len(records),))
-    of_set = [(policy, scalars.l2 != 0.0) for scalars, _, policy in turn.numbers]
+    of_set = [(policy, scalars.l2 != 0.0, bool(np.float32(scalars.eps) > 0.0)) for scalars, _, policy in turn.numbers]
     return records, sets[which], doubles[which], [of_set[i] for i in which.tolist()]
 
 
@@ -255,7 +257,7 @@ def _workspace(prepared: Prepared, records: NDArray[np.int64]) -> Tensor:
     return prepared.work.zero_()
 
 
-def _phases(prepared: Prepared, kinds: Sequence[tuple[str, bool]], must: Sequence[bool], only_survey: bool) -> Phases:
+def _phases(prepared: Prepared, kinds: Sequence[Numbers], must: Sequence[bool], only_survey: bool) -> Phases:
     """The launches of a step of these kinds."""
     interpreted = _kernels()[2]
     records, device = prepared.records, prepared.device

@@ -17,10 +17,13 @@ import triton.language as tl
 from masterless.backends.triton.log_code import decode_log, load_log_metadata
 from masterless.backends.triton.numbers import (
     BF16_MAX_BITS,
+    as_code,
+    as_float,
     float_bits,
     fresh_scale,
     from_bits,
     nearest_whole,
+    over_scale,
     threshold,
     weighed_bits,
     widened,
@@ -32,9 +35,9 @@ from masterless.backends.triton.tiles import (
     load_plain,
     over_block,
     pointer,
-    present_elements,
     store_codes,
     store_plain,
+    where_present,
 )
 
 TABLE = tl.constexpr(256)  # entries of each of a codebook's three arrays: levels, their codes, the level of each code
@@ -88,8 +91,8 @@ def store_scale(s, scale, geometry, allowed, cols, CODEC: tl.constexpr, STEP: tl
 @triton.jit
 def peaks(x, geometry, CODEC: tl.constexpr, STEP: tl.constexpr):
     """The largest magnitude of every block, as float bits."""
-    there = tl.where(present_elements(geometry, STEP.ragged), weighed_bits(x, CODEC.negative), 0)
-    return over_block(there, CODEC.block, STEP.run, True)
+    bits = weighed_bits(x, CODEC.negative)
+    return over_block(where_present(bits, 0, geometry, STEP.ragged), CODEC.block, STEP.run, True)
 
 
 @triton.jit
@@ -149,41 +152,46 @@ def _table_codes(t, word, s, CODEC: tl.constexpr):
 
 
 @triton.jit
-def _linear_codes(t, word, CODEC: tl.constexpr):
-    """As `codec._linear_codes`."""
+def _linear_index(t, word, CODEC: tl.constexpr, FITS: tl.constexpr):
+    """As `codec._linear_codes`, but for the code of zero, as floats; FITS: none lies beyond the outermost levels."""
     fine = t * (2.0**CODEC.hidden)
-    lowest = -CODEC.limit if CODEC.signed else 0.0
+    if not FITS:
+        # Beyond the ends a number is rounded to the end, with either rounding.
+        fine = tl.minimum(tl.maximum(fine, -CODEC.limit if CODEC.signed else 0.0), CODEC.limit)
     if CODEC.random:
         index = tl.floor(fine)
         index = tl.where(fine - index > threshold(word), index + 1.0, index)
     else:
-        # One past the ends is where rounding could still matter; beyond, it must not be what it cannot represent.
-        index = nearest_whole(tl.minimum(tl.maximum(fine, lowest - 1.0), CODEC.limit + 1.0))
-    return tl.minimum(tl.maximum(index, lowest), CODEC.limit).to(tl.int32) + CODEC.zero_code
+        index = nearest_whole(fine)
+    return index
 
 
 @triton.jit
-def encode(x, scale, word, s, CODEC: tl.constexpr):
-    """Codes on the finest grid of values under these scales."""
-    t = tl.div_rn(x, tl.where(scale > 0.0, scale, 1.0) + tl.zeros_like(x))
+def encode(x, scale, word, s, CODEC: tl.constexpr, FITS: tl.constexpr):
+    """Codes on the finest grid of values under these scales, and what they stand for in units of the scale.
+
+    FITS: no value is larger than the scales allow for. Of codes only the lowest 16 bits count.
+    """
+    t = over_scale(x, scale)
     if CODEC.kind == "linear":
-        codes = _linear_codes(t, word, CODEC)
+        index = _linear_index(t, word, CODEC, FITS)
+        if not CODEC.signed:
+            index = tl.where((x > 0.0) & (index == 0.0), 1.0, index)
+        return as_code(index, CODEC.zero_code), index
     else:
         codes = _table_codes(t, word, s, CODEC)
-    if not CODEC.signed:
-        codes = tl.where((x > 0.0) & (codes == CODEC.zero_code), codes + 1, codes)
-    return codes
+        if not CODEC.signed:
+            codes = tl.where((x > 0.0) & (codes == CODEC.zero_code), codes + 1, codes)
+        return codes, _level(codes, s)
 
 
 @triton.jit
-def value_of(codes, scale, s, CODEC: tl.constexpr):
-    """What codes on the finest grid stand for."""
-    if CODEC.kind == "codebook":
-        return _level(codes, s) * scale
-    elif CODEC.hidden > 0:
-        return (codes - CODEC.zero_code).to(tl.float32) * (scale * (2.0**-CODEC.hidden))
+def in_scale(index, scale, CODEC: tl.constexpr):
+    """The value of a level on the finest grid."""
+    if CODEC.hidden > 0:
+        return index * (scale * (2.0**-CODEC.hidden))
     else:
-        return (codes - CODEC.zero_code).to(tl.float32) * scale
+        return index * scale
 
 
 @triton.jit
@@ -202,12 +210,14 @@ def decode(s, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr, VISIBLE: 
         else:
             scale = load_scale(s, geometry, CODEC)
             if CODEC.hidden > 0 and VISIBLE:
-                return (codes - CODEC.offset).to(tl.float32) * scale
+                return as_float(codes, CODEC.offset) * scale
             elif CODEC.hidden > 0:
                 low = load_codes(pointer(s[1], tl.uint8, STEP.aligned), geometry, s[6], CODEC.hidden, STEP)
-                return value_of((codes << CODEC.hidden) + low, scale, s, CODEC)
+                return in_scale(as_float((codes << CODEC.hidden) | low, CODEC.zero_code), scale, CODEC)
+            elif CODEC.kind == "codebook":
+                return _level(codes, s) * scale
             else:
-                return value_of(codes, scale, s, CODEC)
+                return as_float(codes, CODEC.zero_code) * scale
 
 
 @triton.jit

@@ -50,6 +50,7 @@ from masterless.backends.triton.tiles import (
     over_block,
     pointer,
     present_elements,
+    where_present,
 )
 
 
@@ -78,14 +79,15 @@ def geometry_of(place, piece, record, cols, STEP: tl.constexpr):
         row = tl.where(inside < matrix_rows, strip // strips * matrix_rows + inside, rows)
         col = tl.zeros_like(chunk) + (place % chunks_per_row).to(tl.int32) * 128
     else:
+        number = place.to(tl.int32) * (STEP.chunks // STEP.tile) + chunk // STEP.tile
         if STEP.walk == "tails":
-            row = place * (STEP.chunks // STEP.tile) + chunk // STEP.tile
-            number = (cols - 1) // (128 * STEP.tile) + tl.zeros_like(chunk)
+            row, last = number, (cols - 1) // (128 * STEP.tile)
+            number = tl.zeros_like(chunk) + last
         else:
             per_row = cols // (128 * STEP.tile) if STEP.walk == "tiles" else (cols + 127) // 128
-            number = place * (STEP.chunks // STEP.tile) + chunk // STEP.tile
             row = number // per_row
-            number = (number % per_row).to(tl.int32)
+            number = number - row * per_row
+        row = row.to(tl.int64)
         col = (number * STEP.tile + chunk % STEP.tile) * 128
     length = tl.minimum(tl.maximum(cols - col, 0), 128)
     present = (row < rows) & (length > 0)
@@ -175,11 +177,11 @@ def weight_scale(record, w_at, target, geometry, STEP: tl.constexpr):
 def round_weight(target, scale, word, w_at, STEP: tl.constexpr):
     """The weight's codes, and what they stand for."""
     if STEP.weight.scaled:
-        codes = codecs.encode(target, scale, word, w_at, STEP.weight)
+        codes, index = codecs.encode(target, scale, word, w_at, STEP.weight, False)
         if STEP.weight.master:
             return codes, target
         else:
-            return codes, codecs.value_of(codes, scale, w_at, STEP.weight)
+            return codes, codecs.in_scale(index, scale, STEP.weight)
     else:
         return elements(), codecs.rounded_plain(target, word, STEP.weight)
 
@@ -214,7 +216,7 @@ def store_moment(
     if CODEC.kind == "log":
         codes = log_code.encode_log(x, metadata, word, CODEC)
     elif CODEC.scaled:
-        codes = codecs.encode(x, metadata, word, s, CODEC)
+        codes, _ = codecs.encode(x, metadata, word, s, CODEC, True)
     codecs.store(s, x, codes, word, geometry, allowed, cols, CODEC, STEP)
 
 
@@ -231,9 +233,10 @@ def count(x):
 
 
 @triton.jit
-def in_tile(bad, STEP: tl.constexpr):
-    """Of every chunk, whether its tile has a bad element."""
-    return tl.reshape(over_block(bad.to(tl.int32), 0, STEP.run, True), (STEP.chunks,)) != 0
+def tile_peak(x, geometry, STEP: tl.constexpr):
+    """Of every chunk, the largest magnitude in its tile, as float bits."""
+    bits = where_present(magnitude_bits(x), 0, geometry, STEP.ragged)
+    return tl.reshape(over_block(bits, 0, STEP.run, True), (STEP.chunks,))
 
 
 @triton.jit
@@ -243,11 +246,12 @@ def step_tiles(record, found, place, cols, c, STEP: tl.constexpr):
     w_at, m_at, v_at = storage(record, WEIGHT), storage(record, FIRST), storage(record, SECOND)
     g = load_gradient(record, geometry, cols, STEP)
     target, m, v = advance(record, w_at, m_at, v_at, g, geometry, cols, c, STEP)
-    there = present_elements(geometry, STEP.ragged)
-    bad, lost = bad_gradients(g) & there, (magnitude_bits(target) >= INFINITE_BITS) & there
-    failed = in_tile(bad | lost, STEP)
+    bad_tile = tile_peak(g, geometry, STEP) > LARGEST_ROOT_BITS
+    failed = bad_tile | (tile_peak(target, geometry, STEP) >= INFINITE_BITS)
     if tl.max(failed.to(tl.int32), axis=0) != 0:
-        tl.atomic_add(found, count(bad | (lost & ~in_tile(bad, STEP)[:, None, None, None])))
+        there = present_elements(geometry, STEP.ragged)
+        lost = (magnitude_bits(target) >= INFINITE_BITS) & ~bad_tile[:, None, None, None]
+        tl.atomic_add(found, count((bad_gradients(g) | lost) & there))
     allowed = geometry[3] & ~failed
 
     word = random_words(record, WEIGHT_KEY, geometry, cols, STEP.weight)
@@ -257,7 +261,7 @@ def step_tiles(record, found, place, cols, c, STEP: tl.constexpr):
     codes, kept = round_weight(target, scale, word, w_at, STEP)
     if STEP.inject:
         m = m + (target - kept) * c[10]
-    m, v = storable(m), storable(v)
+    m, v = storable(m, STEP.first), storable(v, STEP.second)
     tl.debug_barrier()
     moves = unless_zero(allowed, c[11])
     codecs.store(w_at, target, codes, word, geometry, moves, cols, STEP.weight, STEP)

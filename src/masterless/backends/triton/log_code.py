@@ -20,9 +20,9 @@ from masterless.backends.triton.tiles import (
     joined,
     over_block,
     pointer,
-    present_elements,
     run_of,
     slices,
+    where_present,
 )
 from masterless.formats import codec
 
@@ -33,7 +33,8 @@ _ZERO_FLAG = tl.constexpr(codec._LOG_ZERO_FLAG)
 _STEP_MAX = tl.constexpr(codec._LOG_STEP_MAX)
 _LANES = tl.constexpr(codec._LOG_LANES)
 _LANE_LENGTH = tl.constexpr(codec._LOG_LANE_LENGTH)
-_NONE = tl.constexpr(0x7FFFFFFF)  # above the bits of all finite floats: a lane without a positive number
+_NONE = tl.constexpr(0xFFFFFFFF)  # above all others: a lane without a positive number
+_ABOVE = tl.constexpr(0x7FFFFFFF)  # above the bits of all numbers
 
 
 @triton.jit
@@ -79,8 +80,9 @@ def _short_lanes(bits, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def lane_minima(x, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
-    """The bits of the smallest positive number of each of the eight lanes of every block: ``[blocks, 8]``."""
-    bits = tl.where(present_elements(geometry, STEP.ragged) & (x > 0.0), float_bits(x), _NONE)
+    """The bits, less one, of the smallest positive number of each of a block's eight lanes: ``[blocks, 8]``."""
+    # Less one, as unsigned numbers: a zero is above all others, as is what does not exist.
+    bits = where_present(float_bits(x), 0, geometry, STEP.ragged).to(tl.uint32) - 1
     if (STEP.ragged == 2 and STEP.walk != "rows") or (CODEC.block > 0 and CODEC.block < 128):
         return _short_lanes(bits, geometry, cols, CODEC, STEP)
     else:
@@ -100,7 +102,7 @@ def lane_minima(x, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
 def _lowest(minima, CODEC: tl.constexpr):
     """Of the lanes that hold a positive number the one of the format's rank; 0 if there is none."""
     if CODEC.low_rank == 7:
-        return tl.max(tl.where(minima == _NONE, 0, minima), axis=1)
+        return tl.max((minima + 1).to(tl.int32), axis=1)  # none at all wraps around to zero
     else:
         if CODEC.low_rank == 0:
             low = tl.min(minima, axis=1)
@@ -112,16 +114,16 @@ def _lowest(minima, CODEC: tl.constexpr):
             before = (other < mine) | ((other == mine) & (lane[None, None, :] < lane[None, :, None]))
             place = tl.sum(before.to(tl.int32), axis=2)
             low = tl.sum(tl.where(place == rank[:, None], minima, 0), axis=1)
-        return tl.where(low == _NONE, 0, low)
+        return (low + 1).to(tl.int32)
 
 
 @triton.jit
 def log_summary(x, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
-    """What a block's metadata is made of: the bits of its maximum, its lane minima, whether it holds zeros."""
-    there = present_elements(geometry, STEP.ragged)
-    top = over_block(tl.where(there, float_bits(x), 0), CODEC.block, STEP.run, True)
-    zeros = over_block(tl.where(there & (x == 0.0), 1, 0), CODEC.block, STEP.run, True)
-    return top, lane_minima(x, geometry, cols, CODEC, STEP), zeros
+    """What a block's metadata is made of: the bits of its maximum, its lane minima, the bits of its minimum."""
+    bits = float_bits(x)
+    top = over_block(where_present(bits, 0, geometry, STEP.ragged), CODEC.block, STEP.run, True)
+    least = over_block(where_present(bits, _ABOVE, geometry, STEP.ragged), CODEC.block, STEP.run, False)
+    return top, lane_minima(x, geometry, cols, CODEC, STEP), least
 
 
 @triton.jit
@@ -129,7 +131,7 @@ def log_metadata(summary, CODEC: tl.constexpr):
     """As `codec.log_metadata`: top and step as float bits, and whether the last code means zero."""
     low = tl.reshape(_lowest(summary[1], CODEC), summary[0].shape)
     top = tl.minimum((summary[0] + 0xFFFF) & ~0xFFFF, BF16_MAX_BITS)
-    flag = (summary[2] != 0) & (top > 0)
+    flag = (summary[2] == 0) & (top > 0)
     units = (tl.maximum(top - low, 0) + _BELOW_UNIT) >> _STEP_UNIT
     intervals = (1 << CODEC.bits) - 1 - flag.to(tl.int32)
     # Rounded up. Both numbers have at most 19 bits, so the quotient is right however it is rounded.
@@ -180,8 +182,12 @@ def encode_log(x, metadata, word, CODEC: tl.constexpr):
         lower = from_bits(_level_bits(top, code + 1, step))
         code += (x - lower <= threshold(word) * (upper - lower)).to(tl.int32)
     else:
-        code = _steps_in(depth, step, CODEC)
-        rest = (depth - code * step).to(tl.float32)
+        if CODEC.bits == 2:  # below the lowest level everything goes down from the third
+            code = tl.where(depth >= step * 2, 2, tl.where(depth >= step, 1, 0))
+            rest = tl.minimum(depth - code * step, step).to(tl.float32)
+        else:
+            code = _steps_in(depth, step, CODEC)
+            rest = (depth - code * step).to(tl.float32)
         linear, square = _curve(step)
         down = rest * (linear - square * rest) > threshold(word)
         code = tl.where(down | (bits == 1), code + 1, code)

@@ -23,6 +23,7 @@ _SHIFT32 = tl.constexpr(rounding._SHIFT32)
 _MULTIPLY32 = tl.constexpr(rounding._MULTIPLY32)
 _ROUND_TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # adding it leaves no bits for a fraction: half goes to even
 _WHOLE64 = tl.constexpr(2.0**52)
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LARGEST = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 BF16_MAX_BITS = tl.constexpr(0x7F7F0000)
 LARGEST_ROOT_BITS = tl.constexpr(0x5F7FFFFF)  # of the largest float whose square is finite
@@ -64,9 +65,37 @@ def weighed_bits(x, NEGATIVE: tl.constexpr):
 
 
 @triton.jit
-def quotient(numerator, denominator):
-    """As `rules.quotient`: where the denominator is not above zero nothing moves."""
-    return tl.where(denominator > 0.0, tl.div_rn(numerator, denominator), 0.0)
+def quotient(numerator, denominator, POSITIVE: tl.constexpr):
+    """As `rules.quotient`: where the denominator is not above zero nothing moves; POSITIVE says that it always is.
+
+    Otherwise both are chosen before the division: a choice after it would be remembered across a function call.
+    """
+    if POSITIVE:
+        return tl.div_rn(numerator, denominator)
+    else:
+        smallest = from_bits(tl.full(denominator.shape, 1, tl.int32))  # as a Python number it would be fp64
+        return tl.div_rn(tl.where(denominator > 0.0, numerator, 0.0), tl.maximum(denominator, smallest))
+
+
+@triton.jit
+def over_scale(x, scale):
+    """``x / scale``, correctly rounded, of numbers in units of a stored scale; of a scale of zero, ``x``.
+
+    A scale has at most 14 significant bits. Then no quotient lies within 2^-15 units of its last place of the middle
+    between two floats, and one correction of the product with the reciprocal finds the nearest. That needs a fused
+    multiply-add, which the interpreter has not. Exponents are kept out of harm's way by a power of two; a quotient
+    below 2^-100 may be less than exact, but no format tells it from zero.
+    """
+    if _INTERPRETED:
+        return tl.div_rn(x, tl.where(scale > 0.0, scale, 1.0) + tl.zeros_like(x))
+    else:
+        exponent = float_bits(scale) >> 23
+        power = from_bits(tl.minimum(tl.maximum(254 - exponent, 1), 253) << 23)
+        divisor = tl.where(scale > 0.0, scale * power, 1.0)
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), divisor)
+        x = x * power
+        first = x * inverse
+        return tl.fma(tl.fma(-first, divisor + tl.zeros_like(x), x), inverse + tl.zeros_like(x), first)
 
 
 @triton.jit
@@ -76,9 +105,31 @@ def nearest_whole(x):
 
 
 @triton.jit
-def storable(x):
-    """What overflows stops at the largest finite number."""
-    return tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+def storable(x, CODEC: tl.constexpr):
+    """A moment as it is stored: what overflows stops at the largest number.
+
+    That is the largest finite one, or the largest that a format has a level for: what lies between has the same scale
+    and code. A log code takes infinity for its top by itself.
+    """
+    if CODEC.scaled:
+        x = tl.minimum(x, CODEC.scale_limit * CODEC.max_level)
+        return tl.maximum(x, -CODEC.scale_limit * CODEC.max_level) if CODEC.signed else x
+    elif CODEC.kind == "log":
+        return x
+    else:
+        return tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+
+
+@triton.jit
+def as_code(index, ZERO: tl.constexpr):
+    """Whole numbers plus ZERO as integers: put into the lowest bits of 2^23, so bits from the 23rd on are its own."""
+    return float_bits(index + (8388608.0 + ZERO))
+
+
+@triton.jit
+def as_float(code, ZERO: tl.constexpr):
+    """``code - ZERO`` as a float, of codes below 2^23: put into the lowest bits of 2^23."""
+    return from_bits(code | 0x4B000000) - (8388608.0 + ZERO)
 
 
 @triton.jit

@@ -38,7 +38,8 @@ from masterless.backends.triton.numbers import (
 from masterless.backends.triton.record import FIRST, FIRST_KEY, SECOND, SECOND_KEY, WEIGHT, WEIGHT_KEY
 from masterless.backends.triton.tiles import present_elements
 
-_NO_LANE = tl.constexpr(0x7FFFFFFF)
+_NO_LANE = tl.constexpr(0xFFFFFFFF)
+_ABOVE = tl.constexpr(0x7FFFFFFF)  # the bits of all numbers
 
 
 @triton.jit
@@ -66,13 +67,13 @@ def _rounded(record, geometry, target, m, peak, cols, c, STEP: tl.constexpr):
     codes, kept = round_weight(target, scale, word, w_at, STEP)
     if STEP.inject:
         m = m + (target - kept) * c[10]
-    return scale, codes, storable(m), word
+    return scale, codes, storable(m, STEP.first), word
 
 
 @triton.jit
 def _summary_of_none(STEP: tl.constexpr):
-    flat = tl.zeros((STEP.chunks, 1, 1, 1), tl.int32)
-    return flat, tl.full((STEP.chunks, 8), _NO_LANE, tl.int32), flat
+    nothing = tl.full((STEP.chunks, 1, 1, 1), _ABOVE, tl.int32)
+    return nothing * 0, tl.full((STEP.chunks, 8), _NO_LANE, tl.uint32), nothing
 
 
 @triton.jit
@@ -81,7 +82,7 @@ def _with(summary, x, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
     if CODEC.block == 0 and CODEC.kind == "log":
         more = log_code.log_summary(x, geometry, cols, CODEC, STEP)
         top, lanes = tl.maximum(summary[0], more[0]), tl.minimum(summary[1], more[1])
-        return top, lanes, tl.maximum(summary[2], more[2])
+        return top, lanes, tl.minimum(summary[2], more[2])
     elif CODEC.block == 0 and CODEC.scaled:
         return tl.maximum(summary[0], codecs.peaks(x, geometry, CODEC, STEP)), summary[1], summary[2]
     else:
@@ -124,7 +125,7 @@ def step_row(record, found, place, cols, c, STEP: tl.constexpr):
                 geometry, target, m, v = _advanced(record, place, piece, cols, c, STEP)
                 _, _, m, _ = _rounded(record, geometry, target, m, peak, cols, c, STEP)
                 of_first = _with(of_first, m, geometry, cols, STEP.first, STEP)
-                of_second = _with(of_second, storable(v), geometry, cols, STEP.second, STEP)
+                of_second = _with(of_second, storable(v, STEP.second), geometry, cols, STEP.second, STEP)
         _store_row(record, place, pieces, peak, of_first, of_second, cols, c, STEP)
 
 
@@ -134,7 +135,7 @@ def _store_row(record, place, pieces, peak, of_first, of_second, cols, c, STEP: 
     for piece in range(pieces):
         geometry, target, m, v = _advanced(record, place, piece, cols, c, STEP)
         scale, codes, m, word = _rounded(record, geometry, target, m, peak, cols, c, STEP)
-        v = storable(v)
+        v = storable(v, STEP.second)
         tl.debug_barrier()
         moves = unless_zero(geometry[3], c[11])
         codecs.store(w_at, target, codes, word, geometry, moves, cols, STEP.weight, STEP)

@@ -67,10 +67,10 @@ def update(g, m, v, c, STEP: tl.constexpr):
         else:
             m = g
         v = _average(v, g * g, c, STEP)
-        moved = quotient(m, tl.sqrt_rn(v) * c[7] + c[8])
+        moved = quotient(m, tl.sqrt_rn(v) * c[7] + c[8], STEP.eps)
     elif STEP.family == "adam_update_units":
         v = _average(v, g * g, c, STEP)
-        u = quotient(g, tl.sqrt_rn(v) * c[7] + c[8])
+        u = quotient(g, tl.sqrt_rn(v) * c[7] + c[8], STEP.eps)
         if has_first:
             m = m + (u - m) * c[4]
         else:
@@ -83,7 +83,7 @@ def update(g, m, v, c, STEP: tl.constexpr):
             m = g
         surprise = g - m
         v = _average(v, surprise * surprise, c, STEP)
-        moved = quotient(m, tl.sqrt_rn(v + c[8]) * c[7] + c[8])
+        moved = quotient(m, tl.sqrt_rn(v + c[8]) * c[7] + c[8], STEP.eps)
     elif STEP.family == "sgd" or STEP.family == "sgd_nesterov":
         if has_first:
             m = m * c[3] + g * c[4]
@@ -108,7 +108,7 @@ def update(g, m, v, c, STEP: tl.constexpr):
             d = root + c[8]
         else:
             d = tl.maximum(root, c[8])
-        u = quotient(g, d)
+        u = quotient(g, d, STEP.eps)
         if not has_first:
             m, moved = g, u
         elif STEP.family == "adafactor":

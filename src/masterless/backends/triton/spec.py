@@ -20,7 +20,7 @@ from masterless.formats.scaling import HEADROOM, WASTE, overflow_level
 from masterless.step.task import Task
 
 PIECE = 64  # chunks that a program holds at once at most; a longer tile is walked in pieces
-_PROGRAM = 16  # chunks of a program where tiles are short: 16 elements for each of 128 threads
+_PROGRAM = 32  # chunks of a program where tiles are short: 32 elements for each of 128 threads
 
 ROW = 0  # as a block length: the whole row
 TENSOR = -1  # as a block length: one scale for everything
@@ -114,6 +114,7 @@ class Step(_Constant):
         maximize: whether the gradient is ascended.
         grad_bf16: whether the gradient is bf16 and not fp32.
         l2: whether there is coupled weight decay.
+        eps: whether eps is above zero, so that nothing is divided by zero.
         held: whether the scales of the weight are held.
         indivisible: whether one bad gradient keeps the whole parameter from moving.
         tile: chunks of a row that stand or fall together, a power of two; 0: more than a program holds.
@@ -133,6 +134,7 @@ class Step(_Constant):
     maximize: bool
     grad_bf16: bool
     l2: bool
+    eps: bool
     held: bool
     indivisible: bool
     tile: int
@@ -215,6 +217,7 @@ def step_of(task: Task) -> Step:
         maximize=task.maximize,
         grad_bf16=task.grad.dtype == torch.bfloat16,
         l2=False,
+        eps=False,
         held=True,
         indivisible=task.indivisible,
         tile=tile if tile <= PIECE else 0,
@@ -225,6 +228,6 @@ def step_of(task: Task) -> Step:
     )
 
 
-def at(step: Step, policy: str, l2: bool) -> Step:
-    """The kind of a step under this scale policy, with or without coupled weight decay."""
-    return replace(step, held=policy != "recompute", l2=l2)
+def at(step: Step, policy: str, l2: bool, eps: bool) -> Step:
+    """The kind of a step under this scale policy, with or without coupled weight decay and eps."""
+    return replace(step, held=policy != "recompute", l2=l2, eps=eps)

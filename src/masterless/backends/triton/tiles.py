@@ -51,6 +51,15 @@ def present_elements(geometry, RAGGED: tl.constexpr):
 
 
 @triton.jit
+def where_present(x, other, geometry, RAGGED: tl.constexpr):
+    """Elements that exist, or another number. Where no tile has gaps, a tile that does not exist is a copy of one."""
+    if RAGGED == 0:
+        return x
+    else:
+        return tl.where(present_elements(geometry, RAGGED), x, other)
+
+
+@triton.jit
 def pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """An address as a pointer."""
     p = address.to(tl.pointer_type(TYPE), bitcast=True)
