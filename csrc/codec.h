@@ -1,7 +1,8 @@
 // Encode and decode a span of one stored tensor, whatever its format: `codec.py` of the specification.
 //
 // Contract:
-//   * A span is a run of a row that starts at a chunk, and at a block unless one block covers all of it.
+//   * A span is a run of a row that starts at a chunk, and at a block unless one block covers all of it; or some whole
+//     short rows, of whole vectors each. Codes, metadata, chunks and numbers of rows follow each other without a gap.
 //   * Float buffers hold the span's n numbers, then zeros up to a whole vector.
 //   * Random thresholds, one an element, are drawn beforehand (`rules.h`); without them a number is rounded to nearest.
 //   * Metadata is explicit: decoding reads what is stored; encoding is given the metadata to use, so that the
@@ -21,6 +22,7 @@ struct Span {
     int64_t row, col;
     int n;
     uint64_t chunk;  // number of its first chunk in the whole parameter, for the random bits
+    int length;      // of each of its rows: n if it is only one
 };
 
 struct Codes {  // one byte a code; the finer bits of a weight apart
@@ -62,20 +64,27 @@ inline int64_t metadata_index(const MlStorage& s, const Span& span) {
 // Calls f(e, length, block) for the pieces of a span that share both a block and a chunk.
 template <class F>
 inline void for_each_run(const Span& span, int64_t block_length, F&& f) {
-    const int run = block_length < kChunk ? (int)block_length : kChunk, n = span.n;
-    int64_t left = block_length;  // of the block; counted, for a division a run would cost as much as ten vectors
-    for (int e = 0, block = 0; e < n; e += run) {
-        f(e, n - e < run ? n - e : run, block);
-        left -= run;
-        if (left <= 0) ++block, left = block_length;
+    const int run = block_length < kChunk ? (int)block_length : kChunk;
+    for (int start = 0, block = 0; start < span.n; start += span.length) {
+        const int end = start + span.length;
+        int64_t left = block_length;  // of the block; counted, for a division a run would cost as much as ten vectors
+        for (int e = start; e < end; e += run) {
+            f(e, end - e < run ? end - e : run, block);
+            left -= run;
+            if (left <= 0) ++block, left = block_length;
+        }
+        block += left < block_length;
     }
 }
 
 // Calls f(e, length, block) for the blocks of a span.
 template <class F>
 inline void for_each_block(const Span& span, int64_t block_length, F&& f) {
-    const int n = span.n, step = block_length < n ? (int)block_length : n;
-    for (int e = 0, block = 0; e < n; e += step, ++block) f(e, n - e < step ? n - e : step, block);
+    const int step = block_length < span.length ? (int)block_length : span.length;
+    for (int start = 0, block = 0; start < span.n; start += span.length) {
+        const int end = start + span.length;
+        for (int e = start; e < end; e += step, ++block) f(e, end - e < step ? end - e : step, block);
+    }
 }
 
 // --- metadata -----------------------------------------------------------------------------------------------
@@ -119,16 +128,18 @@ inline void fresh_blocks(const MlStorage& s, const Span& span, const float* x, M
         return scale_blocks(s, span, x, blocks, [&](vf peaks, int, int) {
             return scale_for(s, peaks, scale_unit(s, span.row));
         });
-    vi tops{}, lows{}, zeros{};
+    vi tops{}, zeros{};
+    LogMinima minima;
     for_blocks_together(
         span, s.block,
         [&](int e, int length, int k) {
             LogStatistics statistics(length);
             statistics.add(x + e, length);
-            tops[k] = statistics.top(), lows[k] = statistics.low(s), zeros[k] = statistics.zeros();
+            tops[k] = statistics.top(), zeros[k] = statistics.zeros();
+            minima.set(k, statistics);
         },
         [&](int first, int count) {
-            const LogBlocks fresh(s, tops, lows, zeros);
+            const LogBlocks fresh(s, tops, minima.low(s.low_rank), zeros);
             for (int k = 0; k < count; ++k) blocks[first + k].log = fresh[k];
         });
 }
@@ -150,7 +161,9 @@ class Summary {
         // Blocks that long have no tensor scale: their unit is one.
         if (storage_.kind != ML_LOG) return scaled_block(storage_, scale_for(storage_, splat(absmax_), 1.0f)[0], absmax_);
         Metadata block;
-        block.log = LogBlocks(storage_, splat(log_.top()), splat(log_.low(storage_)), splat(log_.zeros()))[0];
+        LogMinima minima;
+        minima.set(0, log_);
+        block.log = LogBlocks(storage_, splat(log_.top()), minima.low(storage_.low_rank), splat(log_.zeros()))[0];
         return block;
     }
 
@@ -195,7 +208,7 @@ inline void encode_bf16(uint16_t* out, const float* x, int n, const float* thres
 // Codes that a table can decode without unpacking: its lookup takes no notice of what stands above a code.
 inline bool decodes_packed(const MlStorage& s, const Span& span) {
     return (s.bits == 2 || s.bits == 4) && s.bits <= kTableBits && !s.hidden && !s.adjacent && s.block >= kChunk &&
-           span.n % kChunk == 0;
+           span.length % kChunk == 0;
 }
 
 template <int kBits>
@@ -315,6 +328,18 @@ inline uint8_t* packed_hidden_codes(const MlStorage& s, const Span& span) {
     return s.hidden_codes + span.row * s.hidden_row_bytes + packed_offset(span.col, s.hidden);
 }
 
+// The codes of a span's rows; `adjacent` ones of four bits have their neighbour in the same byte.
+inline void unpack_rows(const uint8_t* data, int64_t row_bytes, const Span& span, int bits, bool adjacent,
+                        uint8_t* codes) {
+    for (int e = 0; e < span.n; e += span.length, data += row_bytes)
+        adjacent && bits == 4 ? unpack_pairs(data, span.length, codes + e) : unpack(data, span.length, bits, codes + e);
+}
+
+inline void pack_rows(const uint8_t* codes, int64_t row_bytes, const Span& span, int bits, bool adjacent, uint8_t* data) {
+    for (int e = 0; e < span.n; e += span.length, data += row_bytes)
+        adjacent && bits == 4 ? pack_pairs(codes + e, span.length, data) : pack(codes + e, span.length, bits, data);
+}
+
 // Codes of eight bits are one byte each as they are stored, and need no buffer but for loose ends of a row.
 inline bool is_unpacked(const MlStorage& s, const Span& span) { return s.bits == 8 && span.n % kLanes == 0; }
 
@@ -329,9 +354,8 @@ inline void decode(const MlStorage& s, int64_t cols, const Span& span, Codes cod
         if (codes.is_packed || is_unpacked(s, span))
             codes.visible = packed_codes(s, span);
         else
-            s.adjacent && s.bits == 4 ? unpack_pairs(packed_codes(s, span), span.n, codes.visible)
-                                      : unpack(packed_codes(s, span), span.n, s.bits, codes.visible);
-        if (s.hidden) unpack(packed_hidden_codes(s, span), span.n, s.hidden, codes.hidden);
+            unpack_rows(packed_codes(s, span), s.row_bytes, span, s.bits, s.adjacent, codes.visible);
+        if (s.hidden) unpack_rows(packed_hidden_codes(s, span), s.hidden_row_bytes, span, s.hidden, false, codes.hidden);
         if (s.kind == ML_LOG)
             decode_log(s, span, codes, out);
         else
@@ -376,10 +400,8 @@ inline void encode(const MlStorage& s, int64_t cols, const Span& span, const flo
         });
     }
     if (dry) return;
-    if (!in_place)
-        s.adjacent && s.bits == 4 ? pack_pairs(codes.visible, span.n, packed_codes(s, span))
-                                  : pack(codes.visible, span.n, s.bits, packed_codes(s, span));
-    if (s.hidden) pack(codes.hidden, span.n, s.hidden, packed_hidden_codes(s, span));
+    if (!in_place) pack_rows(codes.visible, s.row_bytes, span, s.bits, s.adjacent, packed_codes(s, span));
+    if (s.hidden) pack_rows(codes.hidden, s.hidden_row_bytes, span, s.hidden, false, packed_hidden_codes(s, span));
 }
 
 }  // namespace MASTERLESS_ISA

@@ -59,9 +59,30 @@ class Pipeline {
 
     static int64_t unit_length(const MlTask& t) { return t.tile > kSpan ? t.tile : kSpan; }
 
-    Span span(int64_t row, int64_t col, int64_t n) const {
+    // How many rows are taken together: of short ones some, for each has a cost of its own.
+    static int64_t rows_together(const MlTask& t) {
+        const bool by_row = t.weight.tensor_scale || t.first.tensor_scale || t.second.tensor_scale;  // other units
+        const bool fits = t.cols > 0 && t.cols % kLanes == 0 && !(is_scaled(t.weight) && t.weight.per_tensor) && !by_row;
+        return fits && 2 * t.cols <= kSpan ? kSpan / t.cols : 1;
+    }
+
+    Span span(int64_t row, int64_t col, int64_t n, int64_t rows = 1) const {
         const int64_t chunks_per_row = (t_.cols + kChunk - 1) / kChunk;
-        return {row, col, (int)n, (uint64_t)((t_.first_row + row) * chunks_per_row + col / kChunk)};
+        return {row, col, (int)(rows * n), (uint64_t)((t_.first_row + row) * chunks_per_row + col / kChunk), (int)n};
+    }
+
+    // Steps some whole rows that fit together (`rows_together`). Returns the bad gradients.
+    int64_t step_rows(int64_t row, int64_t rows) {
+        const Span s = span(row, 0, t_.cols, rows);
+        const bool finite = load_gradient(s);
+        if (finite && target(s, true)) {
+            finish(s, Known{});
+            return 0;
+        }
+        if (finite && w_ != b_.w) copy_floats(w_, b_.w, s.n);  // a weight that was stepped where it lies
+        int64_t bad = 0;
+        for (int64_t i = row; i < row + rows; ++i) bad += step(i, 0, t_.cols);
+        return bad;
     }
 
     // Steps `n` elements from a tile's start: some whole tiles, or a single long one. Returns the bad gradients.
@@ -138,7 +159,7 @@ class Pipeline {
         const TileBuffers buffers{g_, narrow_g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr, weight_draw_, first_draw_, second_draw_,
                                   after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, kLanes), after(s, t_.weight, kLanes),
                                   after(s, t_.first, kChunk), after(s, t_.second, kChunk)};
-        const bool finite = rule_(t_, s.n, s.chunk, buffers);
+        const bool finite = rule_(t_, s.n, s.length, s.chunk, buffers);
         for (int e = s.n; e % kLanes; ++e) b_.w[e] = b_.m[e] = b_.v[e] = 0.0f;
         return finite;
     }
@@ -186,10 +207,13 @@ class Pipeline {
 
     // row_i / mean(row) * col_j
     void factored_estimate(const Span& s) {
-        const int64_t matrix = s.row / t_.matrix_rows;
-        const float mean = mean_rows_[matrix], ratio = mean > 0.0f ? t_.second.row[s.row] / mean : 0.0f;
-        const float* col = t_.second.col + matrix * t_.cols + s.col;
-        for (int e = 0; e < s.n; ++e) b_.v[e] = ratio * col[e];
+        int64_t row = s.row;
+        for (int start = 0; start < s.n; start += s.length, ++row) {
+            const int64_t matrix = row / t_.matrix_rows;
+            const float mean = mean_rows_[matrix], ratio = mean > 0.0f ? t_.second.row[row] / mean : 0.0f;
+            const float* col = t_.second.col + matrix * t_.cols + s.col;
+            for (int e = 0; e < s.length; ++e) b_.v[start + e] = ratio * col[e];
+        }
         for (int e = s.n; e % kLanes; ++e) b_.v[e] = 0.0f;
     }
 

@@ -193,7 +193,7 @@ struct TileBuffers {
 // new moments. False if a target is not finite: all that can go wrong with a first moment shows there.
 // The random numbers of the span are drawn along the way, for a rule mostly waits for division and square root.
 template <class Rule, bool kFirst, bool kFactored>
-bool apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& buffers) {
+bool apply_rule(const MlTask& task, int n, int row_length, uint64_t chunk, const TileBuffers& buffers) {
     const TileBuffers b = buffers;  // a copy, which no store below can change
     const Scalars c(task);
     const float sign = task.maximize ? -1.0f : 1.0f;
@@ -203,12 +203,14 @@ bool apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& bu
              next_second = b.next_second;
     vf finite{};  // zero times a number is zero, zero times anything else is NaN and stays so
     const vf zero{}, largest = splat(kLargest);
-    for (int start = 0; start < n; start += kChunk, ++chunk) {
+    int row_end = row_length;
+    for (int start = 0, stop; start < n; start = stop, ++chunk) {
         ChunkRandom weight_random(b.weight.key, chunk), first_random(b.first.key, chunk),
             second_random(b.second.key, chunk);
         next_first.ask_for_all();
         next_second.ask_for_all();
-        const int stop = n - start < kChunk ? n : start + kChunk;
+        stop = row_end - start < kChunk ? row_end : start + kChunk;
+        if (stop == row_end) row_end += row_length;
         for (int e = start; e < stop; e += kLanes) {
             next_gradient.ask_for_more();
             next_weight.ask_for_more();
@@ -232,7 +234,7 @@ bool apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& bu
     return all(finite == 0.0f);
 }
 
-using RuleFunction = bool (*)(const MlTask&, int, uint64_t, const TileBuffers&);
+using RuleFunction = bool (*)(const MlTask&, int, int, uint64_t, const TileBuffers&);
 
 template <class Rule, bool kFirst>
 RuleFunction choose(bool factored) {

@@ -75,6 +75,7 @@ inline vi select(vi mask, vi yes, vi no) { return mask ? yes : no; }
 inline vi min(vi a, vi b) { return a < b ? a : b; }
 inline vi max(vi a, vi b) { return a > b ? a : b; }
 inline vu min(vu a, vu b) { return a < b ? a : b; }
+inline vu max(vu a, vu b) { return a > b ? a : b; }
 
 inline vf magnitude(vf x) { return from_bits(bits(x) & 0x7FFFFFFF); }
 

@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 
 import masterless
 from masterless.backends.triton.backend import TritonBackend
-from masterless.formats import parse
+from masterless.formats import SCALE_BITS, parse
 from masterless.formats.rounding import ROUNDINGS
 from masterless.formats.storage import Storage
 from masterless.step import dispatch
@@ -71,10 +71,9 @@ def covering(count: int, seed: int = 0) -> list[Case]:
         drawn = kernel_cases.random_case(rng)
 
         def variant(name: str, like: str) -> str:
-            scaled, options = parse(name).scaled, like.split(":")[1:]
-            log = parse(name).kind == "log"
-            kept = [o for o in options if not (log and o in ("fp32", "pow2", "bf16"))]
-            return ":".join([name, *kept]) if scaled and parse(like).scaled else name
+            fmt = parse(name)
+            options = like.split(":")[1:] if fmt.scaled and not fmt.fixed else []
+            return ":".join([name, *(o for o in options if not (fmt.kind == "log" and o in SCALE_BITS))])
 
         inject = drawn.inject and first != "none" and RULES[rule].compensable
         second = variant(second, drawn.second.replace(":tensor", ""))

@@ -242,7 +242,7 @@ def _decode_scaled(parts: Parts, cols: int, format: Format, visible: bool) -> Te
         return level_table(format).to(codes.device)[codes] * scale
     if not format.fine_bits:
         return (codes - format.zero_code).to(torch.float32) * scale
-    if visible:
+    if visible and not format.shown:
         return (codes - 2 ** (format.bits - 1)).to(torch.float32) * scale
     fine = (codes << format.fine_bits) + unpack(parts["hidden"], cols, format.fine_bits) - format.zero_code
     return fine.to(torch.float32) * (scale * 2.0**-format.fine_bits)

@@ -26,6 +26,7 @@ from masterless.lab.commands.compare import compare
 from masterless.lab.commands.export import export
 from masterless.lab.commands.formats import formats
 from masterless.lab.commands.plan import plan
+from masterless.lab.commands.profile import profile
 from masterless.lab.commands.stall import stall
 from masterless.lab.commands.train import train
 
@@ -82,7 +83,7 @@ def _options(
     pass
 
 
-for _command in (train, compare, stall, formats, plan, bench, export):
+for _command in (train, compare, stall, formats, plan, profile, bench, export):
     app.command()(_command)
 
 

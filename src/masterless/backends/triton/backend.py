@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 
 from masterless.backends.triton import launch
 from masterless.backends.triton.launch import FIELDS, WORK, Launch
-from masterless.backends.triton.spec import Codec, Step, at, codec_of
+from masterless.backends.triton.spec import KNOWN_RULES, Codec, Step, at, codec_of
 from masterless.formats.scaling import FROZEN
 from masterless.formats.storage import Storage
 from masterless.step import dispatch
@@ -94,6 +94,8 @@ class TritonBackend:
         """Why the kernels cannot perform a task."""
         if missing():
             return missing()
+        if task.rule.name not in KNOWN_RULES:
+            return f"rule {task.rule.name!r}"
         if task.first_col is not None:
             return "a shard of a vector: its tiles are shared with other ranks"
         if task.sharded and task.indivisible:
@@ -154,7 +156,12 @@ class TritonBackend:
         step = launch.sized(step, record, interpreted)
         target = out.view(torch.uint16) if dtype == torch.bfloat16 else out
         entry.decode_kernel[(launch.places(step, record),)](
-            torch.from_numpy(record).to(device), target, step, visible, dtype == torch.bfloat16, enable_fp_fusion=False
+            torch.from_numpy(record).to(device),
+            target,
+            step,
+            visible and not storage.format.shown,
+            dtype == torch.bfloat16,
+            enable_fp_fusion=False,
         )
         return out
 
@@ -269,8 +276,8 @@ def _phases(prepared: Prepared, kinds: Sequence[Numbers], must: Sequence[bool], 
         counted = sizes or {i: launch.places(step, records[i]) for i, step in found.items()}
         return launch.launches(found, counted, device)
 
-    surveyed = {i: step for i, step in steps.items() if only_survey or must[i] or step.indivisible}
-    survey = made({i: launch.whole(_surveyed(step), cols[i]) for i, step in surveyed.items()})
+    watched = {i: step for i, step in steps.items() if only_survey or must[i] or step.indivisible}
+    survey = made({i: launch.whole(surveyed(step), cols[i]) for i, step in watched.items()})
     if only_survey:
         return Phases(survey, [], [], [], [], [], [], [])
     factored = {i: step for i, step in steps.items() if step.second.kind == "factored"}
@@ -283,7 +290,7 @@ def _phases(prepared: Prepared, kinds: Sequence[Numbers], must: Sequence[bool], 
         finish=made(
             dict.fromkeys(factored, _bare("sgd")), {i: prepared.tasks[i].weight.layout.matrices for i in factored}
         ),
-        adafactor=made({i: launch.whole(_without_first(step), cols[i]) for i, step in adafactor.items()}),
+        adafactor=made({i: launch.whole(without_first(step), cols[i]) for i, step in adafactor.items()}),
         adafactor_finish=made({i: _bare(step.rule) for i, step in adafactor.items()}, ones),
         peaks=made({i: launch.whole(replace(step, inject=False), cols[i]) for i, step in single.items()}),
         tiles=[
@@ -294,7 +301,7 @@ def _phases(prepared: Prepared, kinds: Sequence[Numbers], must: Sequence[bool], 
     )
 
 
-def _surveyed(step: Step) -> Step:
+def surveyed(step: Step) -> Step:
     """A step as far as the survey sees it."""
     bare = replace(_bare("sgd"), grad_bf16=step.grad_bf16, aligned=step.aligned, chunks=step.chunks)
     if not step.indivisible:
@@ -308,10 +315,10 @@ def _surveyed(step: Step) -> Step:
 
 def _summed(step: Step) -> Step:
     """A step as far as the sums of squares see it."""
-    return replace(_surveyed(step), rule="sgd", weight=step.weight if step.l2 else _NOTHING)
+    return replace(surveyed(step), rule="sgd", weight=step.weight if step.l2 else _NOTHING)
 
 
-def _without_first(step: Step) -> Step:
+def without_first(step: Step) -> Step:
     """A step as far as Adafactor's statistics see it."""
     return replace(step, rule="adafactor", first=_NOTHING, inject=False)
 

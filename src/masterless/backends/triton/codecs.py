@@ -24,6 +24,8 @@ from masterless.backends.triton.numbers import (
     from_bits,
     nearest_whole,
     over_scale,
+    scale_of,
+    stored_scale,
     threshold,
     weighed_bits,
     widened,
@@ -63,6 +65,26 @@ def storage(record, AT: tl.constexpr):
 
 
 @triton.jit
+def scale_pointer(s, CODEC: tl.constexpr):
+    """Where scales are stored, in their own type."""
+    if CODEC.scale == "fp32":
+        return pointer(s[2], tl.float32, False)
+    elif CODEC.scale == "e8m0" or CODEC.scale == "e4m3":
+        return pointer(s[2], tl.uint8, False)
+    else:
+        return pointer(s[2], tl.uint16, False)
+
+
+@triton.jit
+def tensor_scale(s, geometry, CODEC: tl.constexpr):
+    """The unit of E4M3 scales, of which every row has a copy; of others nothing that anybody reads."""
+    if CODEC.scale == "e4m3":
+        return tl.load(pointer(s[3], tl.float32, False) + geometry[0])[:, None, None, None]
+    else:
+        return 1.0
+
+
+@triton.jit
 def load_scale(s, geometry, CODEC: tl.constexpr):
     """The stored scales, fp32, in the shape of metadata."""
     at = block_index(geometry, s[7], CODEC.block)
@@ -70,10 +92,8 @@ def load_scale(s, geometry, CODEC: tl.constexpr):
     if CODEC.block == 16 or CODEC.block == 32 or CODEC.block == 64:
         # Blocks past the end of a cut chunk have no scale: what lies there is another row's, and is not used.
         mask = mask & (block_index(geometry, s[7], CODEC.block) < (geometry[0][:, None, None, None] + 1) * s[7])
-    if CODEC.wide_scale:
-        return tl.load(pointer(s[2], tl.float32, False) + at, mask=mask, other=0.0)
-    else:
-        return widened(tl.load(pointer(s[2], tl.uint16, False) + at, mask=mask, other=0))
+    stored = tl.load(scale_pointer(s, CODEC) + at, mask=mask, other=0)
+    return scale_of(stored, tensor_scale(s, geometry, CODEC), CODEC)
 
 
 @triton.jit
@@ -81,11 +101,7 @@ def store_scale(s, scale, geometry, allowed, cols, CODEC: tl.constexpr, STEP: tl
     """Stores scales that are numbers of their kind already."""
     at = block_index(geometry, s[7], CODEC.block)
     mask = is_owner(geometry, allowed, cols, CODEC.block, STEP.ragged)
-    if CODEC.wide_scale:
-        tl.store(pointer(s[2], tl.float32, False) + at, scale, mask=mask)
-    else:
-        upper = (float_bits(scale) >> 16).to(tl.uint16)
-        tl.store(pointer(s[2], tl.uint16, False) + at, upper, mask=mask)
+    tl.store(scale_pointer(s, CODEC) + at, stored_scale(scale, tensor_scale(s, geometry, CODEC), CODEC), mask=mask)
 
 
 @triton.jit
@@ -98,7 +114,7 @@ def peaks(x, geometry, CODEC: tl.constexpr, STEP: tl.constexpr):
 @triton.jit
 def moment_scale(x, geometry, CODEC: tl.constexpr, STEP: tl.constexpr):
     """The scales of a moment: always fresh."""
-    return fresh_scale(from_bits(peaks(x, geometry, CODEC, STEP)), CODEC)
+    return fresh_scale(from_bits(peaks(x, geometry, CODEC, STEP)), 1.0, CODEC)
 
 
 # --- plain and scaled formats ------------------------------------------------------------------------------------
@@ -204,7 +220,7 @@ def decode(s, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr, VISIBLE: 
     elif CODEC.master and not VISIBLE:
         return load_plain(pointer(s[1], tl.float32, STEP.aligned), geometry, cols, STEP)
     else:
-        codes = load_codes(pointer(s[0], tl.uint8, STEP.aligned), geometry, s[5], CODEC.bits, STEP)
+        codes = load_codes(pointer(s[0], tl.uint8, STEP.aligned), geometry, s[5], CODEC.bits, CODEC.adjacent, STEP)
         if CODEC.kind == "log":
             return decode_log(codes, load_log_metadata(s, geometry, CODEC), CODEC)
         else:
@@ -212,7 +228,7 @@ def decode(s, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr, VISIBLE: 
             if CODEC.hidden > 0 and VISIBLE:
                 return as_float(codes, CODEC.offset) * scale
             elif CODEC.hidden > 0:
-                low = load_codes(pointer(s[1], tl.uint8, STEP.aligned), geometry, s[6], CODEC.hidden, STEP)
+                low = load_codes(pointer(s[1], tl.uint8, STEP.aligned), geometry, s[6], CODEC.hidden, False, STEP)
                 return in_scale(as_float((codes << CODEC.hidden) | low, CODEC.zero_code), scale, CODEC)
             elif CODEC.kind == "codebook":
                 return _level(codes, s) * scale
@@ -233,8 +249,9 @@ def store(s, x, codes, word, geometry, allowed, cols, CODEC: tl.constexpr, STEP:
         if CODEC.hidden > 0:
             visible = codes >> CODEC.hidden
             p = pointer(s[1], tl.uint8, STEP.aligned)
-            store_codes(p, codes & ((1 << CODEC.hidden) - 1), geometry, allowed, s[6], CODEC.hidden, STEP)
-        store_codes(pointer(s[0], tl.uint8, STEP.aligned), visible, geometry, allowed, s[5], CODEC.bits, STEP)
+            store_codes(p, codes & ((1 << CODEC.hidden) - 1), geometry, allowed, s[6], CODEC.hidden, False, STEP)
+        p = pointer(s[0], tl.uint8, STEP.aligned)
+        store_codes(p, visible, geometry, allowed, s[5], CODEC.bits, CODEC.adjacent, STEP)
         if CODEC.master:
             store_plain(pointer(s[1], tl.float32, STEP.aligned), x, geometry, allowed, cols, STEP)
 

@@ -25,6 +25,7 @@ from masterless.backends.triton.numbers import (
     from_bits,
     magnitude_bits,
     next_scale,
+    scale_of,
     storable,
     widened,
 )
@@ -155,11 +156,8 @@ def random_words(record, KEY: tl.constexpr, geometry, cols, CODEC: tl.constexpr)
 def one_scale(record, w_at, STEP: tl.constexpr):
     """The scale of a weight that has only one, from the largest target that the survey's followers found."""
     peak = tl.load(pointer(tl.load(record + WORKSPACE), tl.int64, False) + TARGET_PEAK)
-    if STEP.weight.wide_scale:
-        held = tl.load(pointer(w_at[2], tl.float32, False))
-    else:
-        held = widened(tl.load(pointer(w_at[2], tl.uint16, False)))
-    return next_scale(from_bits(peak.to(tl.int32)), held, STEP.weight, STEP.held)
+    held = scale_of(tl.load(codecs.scale_pointer(w_at, STEP.weight)), 1.0, STEP.weight)
+    return next_scale(from_bits(peak.to(tl.int32)), held, 1.0, STEP.weight, STEP.held)
 
 
 @triton.jit
@@ -170,7 +168,7 @@ def weight_scale(record, w_at, target, geometry, STEP: tl.constexpr):
     else:
         held = codecs.load_scale(w_at, geometry, STEP.weight)
         absmax = from_bits(codecs.peaks(target, geometry, STEP.weight, STEP))
-        return next_scale(absmax, held, STEP.weight, STEP.held)
+        return next_scale(absmax, held, codecs.tensor_scale(w_at, geometry, STEP.weight), STEP.weight, STEP.held)
 
 
 @triton.jit

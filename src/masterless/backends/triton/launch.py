@@ -59,6 +59,7 @@ _ADDRESSES = {
     "row": "scale",
     "step": "step",
     "col": "step",
+    "tensor_scale": "step",
 }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from masterless.formats import rounding
+from masterless.formats import codec, rounding
 
 _GOLDEN64 = tl.constexpr(rounding._GOLDEN64)
 _MIX1 = tl.constexpr(rounding._MIX1)
@@ -25,6 +25,12 @@ _ROUND_TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # adding it leaves no bits for a 
 _WHOLE64 = tl.constexpr(2.0**52)
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LARGEST = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
+_E8M0_SMALLEST = tl.constexpr(codec._E8M0_SMALLEST)
+_E4M3_LARGEST = tl.constexpr(codec._E4M3_LARGEST)
+_E4M3_NORMAL = tl.constexpr(codec._E4M3_NORMAL)
+_E4M3_STEP = tl.constexpr(codec._E4M3_STEP)
+_PER_E4M3_STEP = tl.constexpr(1.0 / codec._E4M3_STEP)
+_E4M3_SHIFT = tl.constexpr(codec._E4M3_SHIFT)
 BF16_MAX_BITS = tl.constexpr(0x7F7F0000)
 LARGEST_ROOT_BITS = tl.constexpr(0x5F7FFFFF)  # of the largest float whose square is finite
 INFINITE_BITS = tl.constexpr(0x7F800000)
@@ -133,28 +139,69 @@ def as_float(code, ZERO: tl.constexpr):
 
 
 @triton.jit
-def scale_up(scale, CODEC: tl.constexpr):
-    """As `codec.round_scale_up`."""
-    rounded = from_bits((float_bits(scale) + CODEC.scale_low) & ~CODEC.scale_low)
-    return tl.minimum(rounded, CODEC.scale_limit)
+def scale_up(scale, unit, CODEC: tl.constexpr):
+    """As `codec.round_scale_up`; `unit` is the tensor's scale, of E4M3 scales."""
+    if CODEC.scale == "e4m3":
+        q = tl.div_rn(scale, unit + tl.zeros_like(scale))
+        q = tl.where(scale > 0.0, tl.maximum(q, _E4M3_STEP), 0.0)
+        normal = from_bits((float_bits(q) + 0xFFFFF) & ~0xFFFFF)
+        small = tl.ceil(q * _PER_E4M3_STEP) * _E4M3_STEP
+        return tl.minimum(tl.where(q < _E4M3_NORMAL, small, normal), _E4M3_LARGEST) * unit
+    else:
+        bits = float_bits(scale)
+        rounded = (bits + CODEC.scale_low) & ~CODEC.scale_low
+        if CODEC.scale == "e8m0":
+            rounded = tl.maximum(rounded, _E8M0_SMALLEST)
+            rounded = tl.where(bits <= _E8M0_SMALLEST, _E8M0_SMALLEST, rounded)
+        return tl.minimum(from_bits(rounded), CODEC.scale_limit)
 
 
 @triton.jit
-def fresh_scale(absmax, CODEC: tl.constexpr):
+def scale_of(stored, unit, CODEC: tl.constexpr):
+    """As `codec.read_scale`: the scales that are stored as these integers, or as fp32 numbers."""
+    if CODEC.scale == "fp32":
+        return stored
+    elif CODEC.scale == "e8m0":
+        exponent = stored.to(tl.int32)
+        return from_bits(tl.where(exponent == 0, _E8M0_SMALLEST, exponent << 23))
+    elif CODEC.scale == "e4m3":
+        code = stored.to(tl.int32)
+        return tl.where(code < 8, code.to(tl.float32) * _E4M3_STEP, from_bits((code + _E4M3_SHIFT) << 20)) * unit
+    else:
+        return widened(stored)
+
+
+@triton.jit
+def stored_scale(scale, unit, CODEC: tl.constexpr):
+    """As `codec.stored_scale`: what stands for scales in memory."""
+    if CODEC.scale == "fp32":
+        return scale
+    elif CODEC.scale == "e8m0":
+        return (float_bits(scale) >> 23).to(tl.uint8)
+    elif CODEC.scale == "e4m3":
+        q = tl.div_rn(scale, unit + tl.zeros_like(scale))
+        small = (q * _PER_E4M3_STEP).to(tl.int32)
+        return tl.where(q < _E4M3_NORMAL, small, (float_bits(q) >> 20) - _E4M3_SHIFT).to(tl.uint8)
+    else:
+        return (float_bits(scale) >> 16).to(tl.uint16)
+
+
+@triton.jit
+def fresh_scale(absmax, unit, CODEC: tl.constexpr):
     """As `codec.scale_for`: zero only for blocks of zeros."""
     scale = tl.div_rn(absmax, tl.full(absmax.shape, CODEC.max_level, tl.float32))
     smallest = from_bits(tl.full(absmax.shape, 1, tl.int32))
-    return scale_up(tl.where((absmax > 0.0) & (scale == 0.0), smallest, scale), CODEC)
+    return scale_up(tl.where((absmax > 0.0) & (scale == 0.0), smallest, scale), unit, CODEC)
 
 
 @triton.jit
-def next_scale(absmax, held, CODEC: tl.constexpr, HELD: tl.constexpr):
+def next_scale(absmax, held, unit, CODEC: tl.constexpr, HELD: tl.constexpr):
     """As `scaling.scale_from_absmax`."""
     if HELD:
         gives_way = (absmax > held * CODEC.overflow) | (absmax < held * CODEC.waste)
-        return tl.where(gives_way, scale_up(absmax * CODEC.fresh, CODEC), held)
+        return tl.where(gives_way, scale_up(absmax * CODEC.fresh, unit, CODEC), held)
     else:
-        return fresh_scale(absmax, CODEC)
+        return fresh_scale(absmax, unit, CODEC)
 
 
 # --- random bits ------------------------------------------------------------------------------------------------

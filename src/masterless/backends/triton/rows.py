@@ -61,7 +61,7 @@ def _rounded(record, geometry, target, m, peak, cols, c, STEP: tl.constexpr):
     if STEP.weight.scaled:
         if STEP.weight.block == 0:
             held = codecs.load_scale(w_at, geometry, STEP.weight)
-            scale = next_scale(from_bits(peak), held, STEP.weight, STEP.held)
+            scale = next_scale(from_bits(peak), held, 1.0, STEP.weight, STEP.held)
         else:
             scale = weight_scale(record, w_at, target, geometry, STEP)
     codes, kept = round_weight(target, scale, word, w_at, STEP)
@@ -95,7 +95,7 @@ def _metadata(summary, x, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexp
     if CODEC.block == 0 and CODEC.kind == "log":
         return log_code.log_metadata(summary, CODEC)
     elif CODEC.block == 0 and CODEC.scaled:
-        return fresh_scale(from_bits(summary[0]), CODEC)
+        return fresh_scale(from_bits(summary[0]), 1.0, CODEC)
     else:
         return moment_metadata(x, geometry, cols, CODEC, STEP)
 
@@ -158,7 +158,7 @@ def _store_row(record, place, pieces, peak, of_first, of_second, cols, c, STEP: 
     geometry = geometry_of(place, 0, record, cols, STEP)
     if STEP.weight.scaled and STEP.weight.block == 0:
         held = codecs.load_scale(w_at, geometry, STEP.weight)
-        scale = next_scale(from_bits(peak), held, STEP.weight, STEP.held)
+        scale = next_scale(from_bits(peak), held, 1.0, STEP.weight, STEP.held)
         tl.debug_barrier()
         store_metadata(w_at, scale, geometry, unless_zero(geometry[3], c[11]), cols, STEP.weight, STEP)
     if STEP.first.block == 0 and STEP.first.stored:

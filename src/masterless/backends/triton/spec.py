@@ -19,6 +19,20 @@ from masterless.formats.layout import CHUNK
 from masterless.formats.scaling import HEADROOM, WASTE, overflow_level
 from masterless.step.task import Task
 
+# What `rules` (the kernels' one) computes; a rule that is not here is the reference's.
+KNOWN_RULES = frozenset(
+    f"{rule}{units}"
+    for rule, all_units in {
+        "adam": ("", "_update_units", "_weight_units"),
+        "adabelief": ("",),
+        "rmsprop": ("", "_weight_units"),
+        "sgd": ("", "_weight_units"),
+        "sgd_nesterov": ("", "_weight_units"),
+        "lion": ("",),
+        "adafactor": ("", "_weight_units"),
+    }.items()
+    for units in all_units
+)
 PIECE = 64  # chunks that a program holds at once at most; a longer tile is walked in pieces
 _PROGRAM = 32  # chunks of a program where tiles are short: 32 elements for each of 128 threads
 
@@ -46,7 +60,8 @@ class Codec(_Constant):
         signed: whether there are negative levels.
         zero_code: the code of zero on the finest grid.
         block: elements that share a scale; `ROW` and `TENSOR`.
-        wide_scale: whether the scale is stored as fp32 and not as bf16.
+        scale: how the scale is stored: "bf16", "pow2" (as bf16), "fp32", "e8m0" or "e4m3".
+        adjacent: whether neighbouring codes share a byte.
         scale_low: bits that rounding a scale up clears.
         scale_limit: the largest scale that may be stored.
         max_level: the largest magnitude of a level; a fresh scale is absmax over this.
@@ -67,7 +82,8 @@ class Codec(_Constant):
     signed: bool = True
     zero_code: int = 0
     block: int = CHUNK
-    wide_scale: bool = False
+    scale: str = "bf16"
+    adjacent: bool = False
     scale_low: int = 0
     scale_limit: float = 0.0
     max_level: float = 1.0
@@ -189,8 +205,9 @@ def codec_of(format: Format | None, rounding: str = "nearest") -> Codec:
         signed=format.signed,
         zero_code=format.zero_code,
         block=block,
-        wide_scale=format.scale == "fp32",
-        scale_low=_SCALE_LOW_BITS[format.scale],
+        scale=format.scale,
+        adjacent=format.adjacent and format.bits == 4,
+        scale_low=_SCALE_LOW_BITS.get(format.scale, 0),
         scale_limit=round_scale_up(torch.tensor(float("inf")), format).item(),
         max_level=top,
         limit=top * 2.0**format.fine_bits,

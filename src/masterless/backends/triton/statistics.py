@@ -34,6 +34,7 @@ from masterless.backends.triton.numbers import (
     from_bits,
     magnitude_bits,
     power_of_two,
+    stored_scale,
     sum_exponent,
     weighed_bits,
 )
@@ -313,7 +314,4 @@ def store_scale_kernel(records, table, owners, counts, stop, STEP: tl.constexpr)
     if not (kept | (tl.load(table + task * NUMBERS_LENGTH + 11) == 0.0)):
         s = storage(record, WEIGHT)
         scale = one_scale(record, s, STEP)
-        if STEP.weight.wide_scale:
-            tl.store(pointer(s[2], tl.float32, False), scale)
-        else:
-            tl.store(pointer(s[2], tl.uint16, False), (float_bits(scale) >> 16).to(tl.uint16))
+        tl.store(codecs.scale_pointer(s, STEP.weight), stored_scale(scale, 1.0, STEP.weight))

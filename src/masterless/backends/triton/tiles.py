@@ -188,10 +188,24 @@ def _chunk_base(p, geometry, row_bytes, BITS: tl.constexpr, ALIGNED: tl.constexp
 
 
 @triton.jit
-def load_codes(p, geometry, row_bytes, BITS: tl.constexpr, STEP: tl.constexpr):
+def _load_adjacent_slice(base, geometry, S: tl.constexpr):
+    i = tl.arange(0, 32)[None, :]
+    byte = tl.load(base[:, None] + (i // 2 + 16 * S), mask=i + 32 * S < geometry[2][:, None], other=0).to(tl.int32)
+    return (byte >> (i % 2 * 4)) & 15
+
+
+@triton.jit
+def load_codes(p, geometry, row_bytes, BITS: tl.constexpr, ADJACENT: tl.constexpr, STEP: tl.constexpr):
     """Unpacks codes (`formats.packing`), int32."""
     base = _chunk_base(p, geometry, row_bytes, BITS, STEP.aligned)
-    if BITS == 3:
+    if ADJACENT:
+        return joined(
+            _load_adjacent_slice(base, geometry, 0),
+            _load_adjacent_slice(base, geometry, 1),
+            _load_adjacent_slice(base, geometry, 2),
+            _load_adjacent_slice(base, geometry, 3),
+        )
+    elif BITS == 3:
         high = _load_plane(base, geometry, 2, STEP.ragged)
         return (high << 1) | _load_plane(base + _plane_bytes(geometry[2], 2), geometry, 1, STEP.ragged)
     elif BITS == 6:
@@ -252,10 +266,26 @@ def _store_plane(base, codes, geometry, allowed, WIDTH: tl.constexpr, RAGGED: tl
 
 
 @triton.jit
-def store_codes(p, codes, geometry, allowed, row_bytes, BITS: tl.constexpr, STEP: tl.constexpr):
+def _store_adjacent_slice(base, codes, geometry, allowed, S: tl.constexpr):
+    i = tl.arange(0, 32)[None, :] + 32 * S
+    there = tl.where(i < geometry[2][:, None], codes, 0)
+    low, high = tl.split(tl.reshape(there, (codes.shape[0], 16, 2)))
+    at = tl.arange(0, 16)[None, :] + 16 * S
+    mask = allowed[:, None] & (2 * at < geometry[2][:, None])
+    tl.store(base[:, None] + at, (low | (high << 4)).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def store_codes(p, codes, geometry, allowed, row_bytes, BITS: tl.constexpr, ADJACENT: tl.constexpr, STEP: tl.constexpr):
     """Packs codes (`formats.packing`) of those chunks that are `allowed`."""
     base = _chunk_base(p, geometry, row_bytes, BITS, STEP.aligned)
-    if BITS == 3:
+    if ADJACENT:
+        a, b, c, d = slices(codes)
+        _store_adjacent_slice(base, a, geometry, allowed, 0)
+        _store_adjacent_slice(base, b, geometry, allowed, 1)
+        _store_adjacent_slice(base, c, geometry, allowed, 2)
+        _store_adjacent_slice(base, d, geometry, allowed, 3)
+    elif BITS == 3:
         _store_plane(base, codes >> 1, geometry, allowed, 2, STEP.ragged)
         _store_plane(base + _plane_bytes(geometry[2], 2), codes & 1, geometry, allowed, 1, STEP.ragged)
     elif BITS == 6:

@@ -76,7 +76,7 @@ def requantized(model: Any, obstacle: Obstacle, format: str | None, report: Repo
     misfits = {
         name: why
         for name, module, _, p in owned_parameters(model)
-        if isinstance(p, QuantizedTensor) and (why := obstacle(name, module, p))
+        if isinstance(p, QuantizedTensor) and (why := _shows_hidden_bits(p) or obstacle(name, module, p))
     }
     if misfits and wanted is None:
         name, why = next(iter(misfits.items()))
@@ -99,6 +99,15 @@ def requantized(model: Any, obstacle: Obstacle, format: str | None, report: Repo
             replace_parameter(module, key, fresh)
             report.rounded.append(name)
     return model
+
+
+def _shows_hidden_bits(q: QuantizedTensor) -> str:
+    if not q.format.shown:
+        return ""
+    return (
+        f"the model was trained on all bits of '{q.format}', and only the first {q.format.bits} are exported; train "
+        f"the last part of the run after show_hidden_bits_(model, False)"
+    )
 
 
 # --- matrices ------------------------------------------------------------------------------------------------------
