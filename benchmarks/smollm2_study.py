@@ -43,10 +43,10 @@ def jobs() -> list[Job]:
     trained: list[Job] = [{**options, "lr": lr, "seed": seed, **TRAIN} for options, lr, seed in runs]
     starts: list[Job] = [{**FP32, **START}, {**INT4, **START}]
     starts += [{**TWO, "weights": format, **START} for format in ("int4", "int4:32", "int8", "fp8")]
-    memory: list[Job] = [{**FP32, **MEMORY}, {**TWO, **LEAN, **MEMORY}, {**TWO, **LEANER, **MEMORY}, {**TWO, **MEMORY}]
-    memory += [{**FP32, **LEAN, **MEMORY}, {**FP32, **LEANER, **MEMORY}, {**INT4, **LEANER, **MEMORY}]
+    memory: list[Job] = [{**TWO, **LEAN, **MEMORY}, {**FP32, **MEMORY}, {**TWO, **LEANER, **MEMORY}, {**TWO, **MEMORY}]
+    memory += [{**FP32, **LEAN, **MEMORY}, {**FP32, **LEANER, **MEMORY}, {**INT4, **LEAN, **MEMORY}]
     late: list[Job] = [{**TWO, "weights": format, "calibrate": True, **START} for format in ("int4", "int8", "fp8")]
-    return trained[:3] + starts + trained[3:5] + memory + trained[5:] + late
+    return trained[:3] + starts[:2] + memory[:2] + trained[3:5] + starts[2:] + memory[2:] + trained[5:] + late
 
 
 def run(job: Job) -> Row:
