@@ -19,10 +19,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-if "amx" in Path("/proc/cpuinfo").read_text(errors="ignore"):
-    # Some virtual machines announce AMX and trap on it; a run of hours should not end that way.
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-
 import numpy as np
 import torch
 
@@ -35,6 +31,7 @@ from masterless.lab.profile import Recorder, resident_bytes, return_freed_memory
 from masterless.lab.train.corpus import stdlib_corpus
 from masterless.lab.train.token_file import TokenFile
 
+CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 MODELS = {
     "tiny": LlamaConfig(512, 256, 768, 4, 4, 2, 64),
     "tinyllama-1.1b": LlamaConfig(32_000, 2048, 5632, 22, 32, 4, 64),
@@ -116,6 +113,10 @@ def fingerprint(model: torch.nn.Module, optimizer: ml.AdamW) -> str:
 def main() -> None:
     """Builds, trains, measures, saves."""
     options = arguments()
+    if "amx" in CPU:
+        # Some virtual machines announce AMX and trap on it; a run of hours should not end that way. oneDNN looks at
+        # its first product.
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     return_freed_memory()
     started = resident_bytes()
     config = MODELS.get(options.model)
@@ -158,6 +159,7 @@ def main() -> None:
         result = {
             "model": options.model,
             "optimizer": "torch AdamW bf16" if options.torch else options.preset,
+            "formats": "bf16" if options.torch else formats_of(model, optimizer),
             "parameters": count,
             "tokens": options.batch * options.tokens,
             "steps": options.steps,
@@ -187,6 +189,13 @@ def main() -> None:
             file.write(json.dumps(result) + "\n")
 
 
+def formats_of(model: torch.nn.Module, optimizer: ml.AdamW) -> dict[str, list[str]]:
+    """What weights and moments are stored as: presets may change their meaning, results should not."""
+    weights = sorted({str(p.format) for p in model.parameters() if isinstance(p, ml.QuantizedTensor)})
+    moments = {name: sorted({g[name] for g in optimizer.param_groups}) for name in ("exp_avg", "exp_avg_sq")}
+    return {"weights": weights, **moments}
+
+
 def step_seconds(recorder: Recorder, first: int, steps: int) -> float:
     """Mean of all steps but the very first, which also allocates the states."""
     names = ("forward", "backward", "backward and step", "step")
@@ -207,8 +216,8 @@ def summary(recorder: Recorder) -> dict[str, dict[str, float]]:
 
 def cpu_name() -> str:
     """What the system says of the processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
+    lines = (line.partition(":")[2].strip() for line in CPU.splitlines() if "model name" in line)
+    return next(lines, platform.machine())
 
 
 if __name__ == "__main__":

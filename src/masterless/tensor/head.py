@@ -109,8 +109,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, rows: int, sink: RowSink | None
     ) -> Tensor:
         head = _Head(x.detach(), weight, targets, ignore_index, rows)
-        highest = torch.full(targets.shape, -torch.inf)
-        total, right = torch.zeros(targets.shape), torch.zeros(targets.shape)
+        highest = torch.full(targets.shape, -torch.inf, device=x.device)
+        total, right = torch.zeros_like(highest), torch.zeros_like(highest)
         for start, stop in head.slices():
             logits = head.logits(head.weights(start, stop))
             token, column = head.hits(start, stop)
@@ -137,8 +137,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = grad / head.count
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         shares = wants_weight and ctx.sink is not None and ctx.sink.accepts(ctx.ticket)
-        dense = torch.empty(head.weight.shape, dtype=head.weight.dtype) if wants_weight and not shares else None
-        grad_x = torch.zeros(head.x.shape, dtype=torch.float32) if wants_x else None
+        shape, dtype = head.weight.shape, head.weight.dtype
+        dense = head.x.new_empty(shape, dtype=dtype) if wants_weight and not shares else None
+        grad_x = head.x.new_zeros(head.x.shape, dtype=torch.float32) if wants_x else None
 
         def errors_in(weights: Tensor, start: int, stop: int) -> Tensor:
             return head.errors(head.logits(weights), log_sum, start, stop, scale)
