@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import sys
 import tempfile
 from pathlib import Path
@@ -26,12 +25,12 @@ import masterless as ml
 from masterless.insight.memory import measure
 from masterless.interop.shards import Progress, load_dense
 from masterless.interop.training_state import load_training_state, save_training_state
+from masterless.lab.bench.report import processor
 from masterless.lab.models import Llama, LlamaConfig
 from masterless.lab.profile import Recorder, resident_bytes, return_freed_memory
 from masterless.lab.train.corpus import stdlib_corpus
 from masterless.lab.train.token_file import TokenFile
 
-CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 MODELS = {
     "tiny": LlamaConfig(512, 256, 768, 4, 4, 2, 64),
     "tinyllama-1.1b": LlamaConfig(32_000, 2048, 5632, 22, 32, 4, 64),
@@ -113,7 +112,8 @@ def fingerprint(model: torch.nn.Module, optimizer: ml.AdamW) -> str:
 def main() -> None:
     """Builds, trains, measures, saves."""
     options = arguments()
-    if "amx" in CPU:
+    cpu = Path("/proc/cpuinfo")
+    if cpu.exists() and "amx" in cpu.read_text():
         # Some virtual machines announce AMX and trap on it; a run of hours should not end that way. oneDNN looks at
         # its first product.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -171,7 +171,7 @@ def main() -> None:
             "seconds_per_step": step_seconds(recorder, first, options.steps),
             "checkpointing": not options.no_checkpointing,
             "threads": torch.get_num_threads(),
-            "cpu": cpu_name(),
+            "cpu": processor(),
             "torch": torch.__version__,
         }
         if not options.torch:
@@ -212,12 +212,6 @@ def summary(recorder: Recorder) -> dict[str, dict[str, float]]:
         peak = max(phase.peak, int(found.get(phase.name, {}).get("peak", 0)))
         found[phase.name] = {"before": phase.before, "after": phase.after, "peak": peak, "seconds": phase.seconds}
     return found
-
-
-def cpu_name() -> str:
-    """What the system says of the processor."""
-    lines = (line.partition(":")[2].strip() for line in CPU.splitlines() if "model name" in line)
-    return next(lines, platform.machine())
 
 
 if __name__ == "__main__":
