@@ -310,7 +310,7 @@ def test_a_whole_model_has_neither_logits_nor_gradients_of_its_tables():
     layer = 14336 * 4096
     assert one.gradients_in_backward == 2 * 128256 * 4096 and other.gradients_in_backward == 2 * layer
     assert one.activations - other.activations > 2048 * 128256 * 9
-    assert other.bytes_per_parameter < 1.34 < one.bytes_per_parameter
+    assert other.bytes_per_parameter < one.bytes_per_parameter
     assert whole["torch AdamW"] == dense["torch AdamW"]  # which cannot
 
 

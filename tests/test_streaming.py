@@ -113,7 +113,7 @@ def test_loading_is_quantizing_the_loaded_model_to_the_bit(tmp_path, source, sha
     dense = make(seed=7)().to(source)
     path = write(tmp_path, {name: p.detach() for name, p in dense.named_parameters()}, shards)
     expected = dense.bfloat16()
-    ml.quantize_(expected, "int8", vocabulary="int8")
+    ml.quantize_(expected, ml.PRESETS["1.3-byte"].weights, vocabulary="int8")
     model = built(initialise=False)
     seen = []
     rounded = load_dense(model, tmp_path if as_folder else path, seen.append)
@@ -240,7 +240,7 @@ def damaged(path):
     [
         (lambda path: prepared("1-byte"), "another model or optimizer: it also holds optimizer"),
         (lambda path: prepared("1.3-byte-int4"), "another model or optimizer|as they were|formats they had"),
-        (lambda path: prepared(exp_avg="int4"), r"formats they had when it was saved|other parameters or formats"),
+        (lambda path: prepared(exp_avg="int8"), r"formats they had when it was saved|other parameters or formats"),
         (lambda path: damaged(path) or prepared(), "its SHA-256 is not the one"),
     ],
     ids=["optimizer", "model", "state", "damage"],

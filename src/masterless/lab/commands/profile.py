@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from masterless.lab.bench.report import processor
 from masterless.lab.commands.common import with_options
 from masterless.lab.train.config import FIELDS, read_toml, resolve
 
@@ -66,7 +66,7 @@ def describe(profile: Profile, config: Any = None) -> dict[str, Any]:
         "static": {"predicted": predicted.static, "live": profile.static, "resident": profile.held},
         "phases": phases,
         "peak": {"measured": profile.measured, "predicted": profile.expected},
-        "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+        "machine": {"cpu": processor(), "threads": torch.get_num_threads()},
     }
 
 
