@@ -2,8 +2,8 @@
 //
 // Contract:
 //   * A span is a run of a row that starts at a chunk, and at a block unless one block covers all of it; or some whole
-//     short rows, of whole vectors each. Codes, metadata, chunks and numbers of rows follow each other without a gap.
-//   * Float buffers hold the span's n numbers, then zeros up to a whole vector.
+//     short rows, whose codes, metadata and chunks follow each other as they are stored.
+//   * Float buffers hold a row's numbers, then zeros up to a whole vector.
 //   * Random thresholds, one an element, are drawn beforehand (`rules.h`); without them a number is rounded to nearest.
 //   * Metadata is explicit: decoding reads what is stored; encoding is given the metadata to use, so that the
 //     scale of a block can be known before (held scales) or from elsewhere (rows longer than a span).
@@ -23,7 +23,25 @@ struct Span {
     int n;
     uint64_t chunk;  // number of its first chunk in the whole parameter, for the random bits
     int length;      // of each of its rows: n if it is only one
+    int pitch;       // from one row to the next in the buffers: n, or the length in whole vectors
+
+    bool has_whole_vectors() const { return length % kLanes == 0; }  // then rows lie side by side in the buffers, too
+    int count() const { return n / pitch * length; }
 };
+
+// Calls f(e, i) for the rows of a span: where each starts in the buffers, and in what is stored.
+template <class F>
+inline void for_each_row(const Span& span, F&& f) {
+    for (int e = 0, i = 0; e < span.n; e += span.pitch, i += span.length) f(e, i);
+}
+
+// Zeros from the end of every row up to a whole vector.
+inline void clear_rest(const Span& span, float* x) {
+    if (span.has_whole_vectors()) return;
+    for_each_row(span, [&](int e, int) {
+        for (int k = e + span.length; k % kLanes; ++k) x[k] = 0.0f;
+    });
+}
 
 struct Codes {  // one byte a code; the finer bits of a weight apart
     uint8_t* visible;
@@ -52,6 +70,8 @@ struct Injection {
 
     explicit operator bool() const { return moment != nullptr; }
 
+    Injection from(int e) const { return {moment ? moment + e : nullptr, share}; }
+
     void operator()(int e, vf lost) const { store(moment + e, load<vf>(moment + e) + lost * share); }
 };
 
@@ -65,7 +85,7 @@ inline int64_t metadata_index(const MlStorage& s, const Span& span) {
 template <class F>
 inline void for_each_run(const Span& span, int64_t block_length, F&& f) {
     const int run = block_length < kChunk ? (int)block_length : kChunk;
-    for (int start = 0, block = 0; start < span.n; start += span.length) {
+    for (int start = 0, block = 0; start < span.n; start += span.pitch) {
         const int end = start + span.length;
         int64_t left = block_length;  // of the block; counted, for a division a run would cost as much as ten vectors
         for (int e = start; e < end; e += run) {
@@ -81,7 +101,7 @@ inline void for_each_run(const Span& span, int64_t block_length, F&& f) {
 template <class F>
 inline void for_each_block(const Span& span, int64_t block_length, F&& f) {
     const int step = block_length < span.length ? (int)block_length : span.length;
-    for (int start = 0, block = 0; start < span.n; start += span.length) {
+    for (int start = 0, block = 0; start < span.n; start += span.pitch) {
         const int end = start + span.length;
         for (int e = start; e < end; e += step, ++block) f(e, end - e < step ? end - e : step, block);
     }
@@ -191,6 +211,15 @@ inline void widen_floats(float* out, const uint16_t* in, int n) {
     int e = 0;
     for (; e + kLanes <= n; e += kLanes) store(out + e, load_bf16(in + e));
     for (; e < n; ++e) out[e] = from_bits((uint32_t)in[e] << 16);
+}
+
+// The rows of a span from where they are stored into a buffer.
+inline void copy_rows_in(float* out, const float* in, const Span& span) {
+    for_each_row(span, [&](int e, int i) { copy_floats(out + e, in + i, span.length); });
+}
+
+inline void widen_rows(float* out, const uint16_t* in, const Span& span) {
+    for_each_row(span, [&](int e, int i) { widen_floats(out + e, in + i, span.length); });
 }
 
 inline void encode_bf16(uint16_t* out, const float* x, int n, const float* thresholds, const Injection& inject) {
@@ -331,24 +360,24 @@ inline uint8_t* packed_hidden_codes(const MlStorage& s, const Span& span) {
 // The codes of a span's rows; `adjacent` ones of four bits have their neighbour in the same byte.
 inline void unpack_rows(const uint8_t* data, int64_t row_bytes, const Span& span, int bits, bool adjacent,
                         uint8_t* codes) {
-    for (int e = 0; e < span.n; e += span.length, data += row_bytes)
+    for (int e = 0; e < span.n; e += span.pitch, data += row_bytes)
         adjacent && bits == 4 ? unpack_pairs(data, span.length, codes + e) : unpack(data, span.length, bits, codes + e);
 }
 
 inline void pack_rows(const uint8_t* codes, int64_t row_bytes, const Span& span, int bits, bool adjacent, uint8_t* data) {
-    for (int e = 0; e < span.n; e += span.length, data += row_bytes)
+    for (int e = 0; e < span.n; e += span.pitch, data += row_bytes)
         adjacent && bits == 4 ? pack_pairs(codes + e, span.length, data) : pack(codes + e, span.length, bits, data);
 }
 
 // Codes of eight bits are one byte each as they are stored, and need no buffer but for loose ends of a row.
-inline bool is_unpacked(const MlStorage& s, const Span& span) { return s.bits == 8 && span.n % kLanes == 0; }
+inline bool is_unpacked(const MlStorage& s, const Span& span) { return s.bits == 8 && span.has_whole_vectors(); }
 
 inline void decode(const MlStorage& s, int64_t cols, const Span& span, Codes codes, float* out) {
     const int64_t at = span.row * cols + span.col;
     if (s.kind == ML_BFLOAT16) {
-        widen_floats(out, (const uint16_t*)s.values + at, span.n);
+        widen_rows(out, (const uint16_t*)s.values + at, span);
     } else if (s.values) {  // fp32, or a master copy
-        copy_floats(out, (const float*)s.values + at, span.n);
+        copy_rows_in(out, (const float*)s.values + at, span);
     } else {
         codes.is_packed = decodes_packed(s, span);
         if (codes.is_packed || is_unpacked(s, span))
@@ -361,7 +390,7 @@ inline void decode(const MlStorage& s, int64_t cols, const Span& span, Codes cod
         else
             with_grid(s, [&](const auto& grid) { decode_scaled(grid, s, span, codes, out); });
     }
-    for (int e = span.n; e % kLanes; ++e) out[e] = 0.0f;
+    clear_rest(span, out);
 }
 
 // Stores a span; `blocks` is its metadata (scaled formats), `thresholds` its random numbers (null: to nearest).
@@ -371,10 +400,12 @@ inline void encode(const MlStorage& s, int64_t cols, const Span& span, const flo
     const int64_t at = span.row * cols + span.col;
     if (s.kind == ML_BFLOAT16) {
         uint16_t* out = dry ? (uint16_t*)codes.visible : (uint16_t*)s.values + at;
-        return encode_bf16(out, x, span.n, thresholds, inject);
+        return for_each_row(span, [&](int e, int i) {
+            encode_bf16(out + i, x + e, span.length, thresholds ? thresholds + e : nullptr, inject.from(e));
+        });
     }
     if (s.values) {  // fp32, or a master copy
-        if (!dry) copy_floats((float*)s.values + at, x, span.n);
+        if (!dry) for_each_row(span, [&](int e, int i) { copy_floats((float*)s.values + at + i, x + e, span.length); });
         if (inject)  // nothing is lost, and a negative zero becomes a positive one as it does everywhere
             for (int e = 0; e < span.n; e += kLanes) inject(e, vf{});
         if (s.kind == ML_FLOAT32) return;

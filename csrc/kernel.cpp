@@ -163,7 +163,7 @@ void decode_all(const MlStorage& stored, int64_t rows, int64_t cols, bool visibl
         for (int64_t unit = 0; unit < units; ++unit) {
             const int64_t row = unit / per_row, col = unit % per_row * kSpan, at = row * cols + col;
             const int n = (int)std::min<int64_t>(kSpan, cols - col);
-            const Span span{row, col, n, 0, n};
+            const Span span{row, col, n, 0, n, n};
             decode(s, cols, span, work.codes(), work.w);
             if (out_is_bf16)
                 encode_bf16((uint16_t*)out + at, work.w, span.n, nullptr, Injection{});
