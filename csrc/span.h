@@ -1,0 +1,61 @@
+// A span: what is decoded, stepped and encoded at a time, and its rows, blocks and runs.
+#pragma once
+
+#include "random.h"
+
+namespace masterless {
+inline namespace MASTERLESS_ISA {
+
+struct Span {
+    int64_t row, col;
+    int n;
+    uint64_t chunk;  // number of its first chunk in the whole parameter, for the random bits
+    int length;      // of each of its rows: n if it is only one
+    int pitch;       // from one row to the next in the buffers: n, or the length in whole vectors
+
+    bool has_whole_vectors() const { return length % kLanes == 0; }  // then rows lie side by side in the buffers, too
+    int count() const { return n / pitch * length; }
+};
+
+// Calls f(e, i) for the rows of a span: where each starts in the buffers, and in what is stored.
+template <class F>
+inline void for_each_row(const Span& span, F&& f) {
+    for (int e = 0, i = 0; e < span.n; e += span.pitch, i += span.length) f(e, i);
+}
+
+// Zeros from the end of every row up to a whole vector.
+inline void clear_rest(const Span& span, float* x) {
+    if (span.has_whole_vectors()) return;
+    for_each_row(span, [&](int e, int) {
+        for (int k = e + span.length; k % kLanes; ++k) x[k] = 0.0f;
+    });
+}
+
+// Calls f(e, length, block) for the pieces of a span that share both a block and a chunk.
+template <class F>
+inline void for_each_run(const Span& span, int64_t block_length, F&& f) {
+    const int run = block_length < kChunk ? (int)block_length : kChunk;
+    for (int start = 0, block = 0; start < span.n; start += span.pitch) {
+        const int end = start + span.length;
+        int64_t left = block_length;  // of the block; counted, for a division a run would cost as much as ten vectors
+        for (int e = start; e < end; e += run) {
+            f(e, end - e < run ? end - e : run, block);
+            left -= run;
+            if (left <= 0) ++block, left = block_length;
+        }
+        block += left < block_length;
+    }
+}
+
+// Calls f(e, length, block) for the blocks of a span.
+template <class F>
+inline void for_each_block(const Span& span, int64_t block_length, F&& f) {
+    const int step = block_length < span.length ? (int)block_length : span.length;
+    for (int start = 0, block = 0; start < span.n; start += span.pitch) {
+        const int end = start + span.length;
+        for (int e = start; e < end; e += step, ++block) f(e, end - e < step ? end - e : step, block);
+    }
+}
+
+}  // namespace MASTERLESS_ISA
+}  // namespace masterless
