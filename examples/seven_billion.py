@@ -50,7 +50,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=256, help="of a sequence")
     parser.add_argument("--batches", type=int, default=1, help="different batches; 1 is a batch to be memorised")
-    parser.add_argument("--lr", type=float, default=3e-4)
+    # The first steps of Adam are signs: all outputs of a layer move together, by about lr times its width.
+    parser.add_argument("--lr", type=float, help="default: 0.15 / width")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--save", type=Path, help="write the training state here at the end")
@@ -122,6 +123,7 @@ def main() -> None:
     config = MODELS.get(options.model)
     if config is None:
         config = LlamaConfig.from_json(json.loads(Path(options.model).read_text()))
+    lr = options.lr or 0.15 / config.hidden_size
     losses: list[float] = []
     with tempfile.TemporaryDirectory() as folder, Recorder(every=0.5) as recorder:
         data = text_tokens(config.vocab_size, Path(folder))
@@ -130,9 +132,9 @@ def main() -> None:
         count = sum(p.numel() for p in model.parameters())
         print(f"{options.model}: {count:,} parameters, built in {recorder.phases[-1].seconds:.0f} s", flush=True)
         if options.torch:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
         else:
-            optimizer = ml.prepare(model, options.preset, options.lr, whole_model=True)
+            optimizer = ml.prepare(model, options.preset, lr, whole_model=True)
             ml.step_in_backward(model, optimizer)
         first = 0
         if options.resume is not None:
@@ -163,6 +165,7 @@ def main() -> None:
             "parameters": count,
             "tokens": options.batch * options.tokens,
             "steps": options.steps,
+            "lr": lr,
             "first_step": first,
             "losses": [*losses, after],
             "peak_bytes": recorder.peak,
