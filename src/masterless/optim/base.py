@@ -27,26 +27,15 @@ from masterless.formats.rounding import check_rounding, of_signed
 from masterless.formats.scaling import POLICIES
 from masterless.formats.storage import COUNTERS, Storage, predicted_bytes, refuse_leftovers, state_key, tensor_specs
 from masterless.optim import compiled, resets, state_dict, units
+from masterless.optim.errors import LossyUpdateWarning as LossyUpdateWarning
+from masterless.optim.errors import NonFiniteGradientError as NonFiniteGradientError
+from masterless.optim.errors import require as require
 from masterless.optim.options import COMMON_DEFAULTS, REFUSED, refuse
 from masterless.optim.plan import PLAIN, Member, StepPlan
 from masterless.optim.state_dict import prepare_for_load
 from masterless.step import dispatch
 from masterless.step.rules import Rule
 from masterless.tensor.quantized import local_bytes, local_of, weight_storage
-
-
-class LossyUpdateWarning(UserWarning):
-    """A combination of format, rounding and momentum that is known to lose much of the training."""
-
-
-class NonFiniteGradientError(RuntimeError):
-    """A gradient held NaN or infinity; what it touched was left exactly as it was."""
-
-
-def require(condition: bool, name: str, value: Any, reason: str) -> None:
-    """Raises a ValueError that names the option, its value and what is allowed."""
-    if not condition:
-        raise ValueError(f"{name}={value!r}: {reason}")
 
 
 class LowBitOptimizer(Optimizer):
