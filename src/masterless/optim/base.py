@@ -27,9 +27,7 @@ from masterless.formats.rounding import check_rounding, of_signed
 from masterless.formats.scaling import POLICIES
 from masterless.formats.storage import COUNTERS, Storage, predicted_bytes, refuse_leftovers, state_key, tensor_specs
 from masterless.optim import compiled, resets, state_dict, units
-from masterless.optim.errors import LossyUpdateWarning as LossyUpdateWarning
-from masterless.optim.errors import NonFiniteGradientError as NonFiniteGradientError
-from masterless.optim.errors import require as require
+from masterless.optim.errors import LossyUpdateWarning, NonFiniteGradientError, require
 from masterless.optim.options import COMMON_DEFAULTS, REFUSED, refuse
 from masterless.optim.plan import PLAIN, Member, StepPlan
 from masterless.optim.state_dict import prepare_for_load
