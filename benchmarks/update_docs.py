@@ -23,6 +23,7 @@ import figures
 import finetune_study
 import ideas_study
 import scale_drift
+import smollm2_study
 import staleness_study
 import study
 import tasks_study
@@ -78,6 +79,9 @@ TABLES["scale-drift"] = lambda: scale_drift.table(load(scale_drift.RESULTS))
 TABLES["stalls"] = lambda: staleness_study.stalls_table(load(staleness_study.RESULTS))
 TABLES["resets"] = lambda: staleness_study.resets_table(load(staleness_study.RESULTS))
 TABLES["tasks"] = lambda: tasks_study.table(load(tasks_study.RESULTS))
+TABLES["smollm2"] = lambda: smollm2_study.losses_table(load(smollm2_study.RESULTS))
+TABLES["smollm2-jump"] = lambda: smollm2_study.jump_table(load(smollm2_study.RESULTS))
+TABLES["smollm2-memory"] = lambda: smollm2_study.memory_table(load(smollm2_study.RESULTS))
 TABLES["finetune"] = lambda: finetune_study.table(load(finetune_study.RESULTS))
 
 
@@ -125,8 +129,8 @@ for _setting in ("37k@20", "150k@20", "600k@20", "37k@100", "150k@100"):
         TABLES[name] = _recipes(_setting, _group)
 
 
-def presets_at_20() -> str:
-    """Every preset with its gap at 20 tokens per parameter, as far as the study of recipes has come."""
+def presets_at_20(only_measured: bool = False) -> str:
+    """Every preset (or those that were measured) with its gap at 20 tokens per parameter, as far as it is known."""
     cells = recipe_cells()
     found = {(s.group, s.setting, s.label): s for s in analysis.summarise(cells, Store(RECIPES).rows())}
     settings = ("37k@20", "150k@20", "600k@20")
@@ -146,6 +150,8 @@ def presets_at_20() -> str:
             ]
             measured = [s for s in same if s is not None and s.gap is not None and s.seeds > 1]
             gaps.append(analysis.gap_text(max(measured, key=lambda s: s.seeds)) if measured else "-")
+        if only_measured and set(gaps) == {"-"}:
+            continue
         suits = "yes" if preset.from_pretrained else "no"
         cost = f"{preset.bytes_per_parameter:.2f}"
         rows.append(f"| `{preset.name}` | {preset.summary} | {cost} | {' | '.join(gaps)} | {suits} |")
@@ -153,6 +159,7 @@ def presets_at_20() -> str:
 
 
 TABLES["presets-at-20"] = presets_at_20
+TABLES["presets-measured"] = lambda: presets_at_20(only_measured=True)
 TABLES["recipes-noise"] = lambda: analysis.noise_table(recipe_cells(), Store(RECIPES).rows())
 
 

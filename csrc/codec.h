@@ -1,8 +1,9 @@
 // Encode and decode a span of one stored tensor, whatever its format: `codec.py` of the specification.
 //
 // Contract:
-//   * A span is a run of a row that starts at a chunk, and at a block unless one block covers all of it.
-//   * Float buffers hold the span's n numbers, then zeros up to a whole vector.
+//   * A span is a run of a row that starts at a chunk, and at a block unless one block covers all of it; or some whole
+//     short rows, whose codes, metadata and chunks follow each other as they are stored.
+//   * Float buffers hold a row's numbers, then zeros up to a whole vector.
 //   * Random thresholds, one an element, are drawn beforehand (`rules.h`); without them a number is rounded to nearest.
 //   * Metadata is explicit: decoding reads what is stored; encoding is given the metadata to use, so that the
 //     scale of a block can be known before (held scales) or from elsewhere (rows longer than a span).
@@ -21,7 +22,26 @@ struct Span {
     int64_t row, col;
     int n;
     uint64_t chunk;  // number of its first chunk in the whole parameter, for the random bits
+    int length;      // of each of its rows: n if it is only one
+    int pitch;       // from one row to the next in the buffers: n, or the length in whole vectors
+
+    bool has_whole_vectors() const { return length % kLanes == 0; }  // then rows lie side by side in the buffers, too
+    int count() const { return n / pitch * length; }
 };
+
+// Calls f(e, i) for the rows of a span: where each starts in the buffers, and in what is stored.
+template <class F>
+inline void for_each_row(const Span& span, F&& f) {
+    for (int e = 0, i = 0; e < span.n; e += span.pitch, i += span.length) f(e, i);
+}
+
+// Zeros from the end of every row up to a whole vector.
+inline void clear_rest(const Span& span, float* x) {
+    if (span.has_whole_vectors()) return;
+    for_each_row(span, [&](int e, int) {
+        for (int k = e + span.length; k % kLanes; ++k) x[k] = 0.0f;
+    });
+}
 
 struct Codes {  // one byte a code; the finer bits of a weight apart
     uint8_t* visible;
@@ -50,6 +70,8 @@ struct Injection {
 
     explicit operator bool() const { return moment != nullptr; }
 
+    Injection from(int e) const { return {moment ? moment + e : nullptr, share}; }
+
     void operator()(int e, vf lost) const { store(moment + e, load<vf>(moment + e) + lost * share); }
 };
 
@@ -62,20 +84,27 @@ inline int64_t metadata_index(const MlStorage& s, const Span& span) {
 // Calls f(e, length, block) for the pieces of a span that share both a block and a chunk.
 template <class F>
 inline void for_each_run(const Span& span, int64_t block_length, F&& f) {
-    const int run = block_length < kChunk ? (int)block_length : kChunk, n = span.n;
-    int64_t left = block_length;  // of the block; counted, for a division a run would cost as much as ten vectors
-    for (int e = 0, block = 0; e < n; e += run) {
-        f(e, n - e < run ? n - e : run, block);
-        left -= run;
-        if (left <= 0) ++block, left = block_length;
+    const int run = block_length < kChunk ? (int)block_length : kChunk;
+    for (int start = 0, block = 0; start < span.n; start += span.pitch) {
+        const int end = start + span.length;
+        int64_t left = block_length;  // of the block; counted, for a division a run would cost as much as ten vectors
+        for (int e = start; e < end; e += run) {
+            f(e, end - e < run ? end - e : run, block);
+            left -= run;
+            if (left <= 0) ++block, left = block_length;
+        }
+        block += left < block_length;
     }
 }
 
 // Calls f(e, length, block) for the blocks of a span.
 template <class F>
 inline void for_each_block(const Span& span, int64_t block_length, F&& f) {
-    const int n = span.n, step = block_length < n ? (int)block_length : n;
-    for (int e = 0, block = 0; e < n; e += step, ++block) f(e, n - e < step ? n - e : step, block);
+    const int step = block_length < span.length ? (int)block_length : span.length;
+    for (int start = 0, block = 0; start < span.n; start += span.pitch) {
+        const int end = start + span.length;
+        for (int e = start; e < end; e += step, ++block) f(e, end - e < step ? end - e : step, block);
+    }
 }
 
 // --- metadata -----------------------------------------------------------------------------------------------
@@ -119,16 +148,18 @@ inline void fresh_blocks(const MlStorage& s, const Span& span, const float* x, M
         return scale_blocks(s, span, x, blocks, [&](vf peaks, int, int) {
             return scale_for(s, peaks, scale_unit(s, span.row));
         });
-    vi tops{}, lows{}, zeros{};
+    vi tops{}, zeros{};
+    LogMinima minima;
     for_blocks_together(
         span, s.block,
         [&](int e, int length, int k) {
             LogStatistics statistics(length);
             statistics.add(x + e, length);
-            tops[k] = statistics.top(), lows[k] = statistics.low(s), zeros[k] = statistics.zeros();
+            tops[k] = statistics.top(), zeros[k] = statistics.zeros();
+            minima.set(k, statistics);
         },
         [&](int first, int count) {
-            const LogBlocks fresh(s, tops, lows, zeros);
+            const LogBlocks fresh(s, tops, minima.low(s.low_rank), zeros);
             for (int k = 0; k < count; ++k) blocks[first + k].log = fresh[k];
         });
 }
@@ -150,7 +181,9 @@ class Summary {
         // Blocks that long have no tensor scale: their unit is one.
         if (storage_.kind != ML_LOG) return scaled_block(storage_, scale_for(storage_, splat(absmax_), 1.0f)[0], absmax_);
         Metadata block;
-        block.log = LogBlocks(storage_, splat(log_.top()), splat(log_.low(storage_)), splat(log_.zeros()))[0];
+        LogMinima minima;
+        minima.set(0, log_);
+        block.log = LogBlocks(storage_, splat(log_.top()), minima.low(storage_.low_rank), splat(log_.zeros()))[0];
         return block;
     }
 
@@ -180,6 +213,15 @@ inline void widen_floats(float* out, const uint16_t* in, int n) {
     for (; e < n; ++e) out[e] = from_bits((uint32_t)in[e] << 16);
 }
 
+// The rows of a span from where they are stored into a buffer.
+inline void copy_rows_in(float* out, const float* in, const Span& span) {
+    for_each_row(span, [&](int e, int i) { copy_floats(out + e, in + i, span.length); });
+}
+
+inline void widen_rows(float* out, const uint16_t* in, const Span& span) {
+    for_each_row(span, [&](int e, int i) { widen_floats(out + e, in + i, span.length); });
+}
+
 inline void encode_bf16(uint16_t* out, const float* x, int n, const float* thresholds, const Injection& inject) {
     for (int e = 0; e < n; e += kLanes) {
         const vf number = load<vf>(x + e);
@@ -195,7 +237,7 @@ inline void encode_bf16(uint16_t* out, const float* x, int n, const float* thres
 // Codes that a table can decode without unpacking: its lookup takes no notice of what stands above a code.
 inline bool decodes_packed(const MlStorage& s, const Span& span) {
     return (s.bits == 2 || s.bits == 4) && s.bits <= kTableBits && !s.hidden && !s.adjacent && s.block >= kChunk &&
-           span.n % kChunk == 0;
+           span.length % kChunk == 0;
 }
 
 template <int kBits>
@@ -315,29 +357,40 @@ inline uint8_t* packed_hidden_codes(const MlStorage& s, const Span& span) {
     return s.hidden_codes + span.row * s.hidden_row_bytes + packed_offset(span.col, s.hidden);
 }
 
+// The codes of a span's rows; `adjacent` ones of four bits have their neighbour in the same byte.
+inline void unpack_rows(const uint8_t* data, int64_t row_bytes, const Span& span, int bits, bool adjacent,
+                        uint8_t* codes) {
+    for (int e = 0; e < span.n; e += span.pitch, data += row_bytes)
+        adjacent && bits == 4 ? unpack_pairs(data, span.length, codes + e) : unpack(data, span.length, bits, codes + e);
+}
+
+inline void pack_rows(const uint8_t* codes, int64_t row_bytes, const Span& span, int bits, bool adjacent, uint8_t* data) {
+    for (int e = 0; e < span.n; e += span.pitch, data += row_bytes)
+        adjacent && bits == 4 ? pack_pairs(codes + e, span.length, data) : pack(codes + e, span.length, bits, data);
+}
+
 // Codes of eight bits are one byte each as they are stored, and need no buffer but for loose ends of a row.
-inline bool is_unpacked(const MlStorage& s, const Span& span) { return s.bits == 8 && span.n % kLanes == 0; }
+inline bool is_unpacked(const MlStorage& s, const Span& span) { return s.bits == 8 && span.has_whole_vectors(); }
 
 inline void decode(const MlStorage& s, int64_t cols, const Span& span, Codes codes, float* out) {
     const int64_t at = span.row * cols + span.col;
     if (s.kind == ML_BFLOAT16) {
-        widen_floats(out, (const uint16_t*)s.values + at, span.n);
+        widen_rows(out, (const uint16_t*)s.values + at, span);
     } else if (s.values) {  // fp32, or a master copy
-        copy_floats(out, (const float*)s.values + at, span.n);
+        copy_rows_in(out, (const float*)s.values + at, span);
     } else {
         codes.is_packed = decodes_packed(s, span);
         if (codes.is_packed || is_unpacked(s, span))
             codes.visible = packed_codes(s, span);
         else
-            s.adjacent && s.bits == 4 ? unpack_pairs(packed_codes(s, span), span.n, codes.visible)
-                                      : unpack(packed_codes(s, span), span.n, s.bits, codes.visible);
-        if (s.hidden) unpack(packed_hidden_codes(s, span), span.n, s.hidden, codes.hidden);
+            unpack_rows(packed_codes(s, span), s.row_bytes, span, s.bits, s.adjacent, codes.visible);
+        if (s.hidden) unpack_rows(packed_hidden_codes(s, span), s.hidden_row_bytes, span, s.hidden, false, codes.hidden);
         if (s.kind == ML_LOG)
             decode_log(s, span, codes, out);
         else
             with_grid(s, [&](const auto& grid) { decode_scaled(grid, s, span, codes, out); });
     }
-    for (int e = span.n; e % kLanes; ++e) out[e] = 0.0f;
+    clear_rest(span, out);
 }
 
 // Stores a span; `blocks` is its metadata (scaled formats), `thresholds` its random numbers (null: to nearest).
@@ -347,10 +400,12 @@ inline void encode(const MlStorage& s, int64_t cols, const Span& span, const flo
     const int64_t at = span.row * cols + span.col;
     if (s.kind == ML_BFLOAT16) {
         uint16_t* out = dry ? (uint16_t*)codes.visible : (uint16_t*)s.values + at;
-        return encode_bf16(out, x, span.n, thresholds, inject);
+        return for_each_row(span, [&](int e, int i) {
+            encode_bf16(out + i, x + e, span.length, thresholds ? thresholds + e : nullptr, inject.from(e));
+        });
     }
     if (s.values) {  // fp32, or a master copy
-        if (!dry) copy_floats((float*)s.values + at, x, span.n);
+        if (!dry) for_each_row(span, [&](int e, int i) { copy_floats((float*)s.values + at + i, x + e, span.length); });
         if (inject)  // nothing is lost, and a negative zero becomes a positive one as it does everywhere
             for (int e = 0; e < span.n; e += kLanes) inject(e, vf{});
         if (s.kind == ML_FLOAT32) return;
@@ -376,10 +431,8 @@ inline void encode(const MlStorage& s, int64_t cols, const Span& span, const flo
         });
     }
     if (dry) return;
-    if (!in_place)
-        s.adjacent && s.bits == 4 ? pack_pairs(codes.visible, span.n, packed_codes(s, span))
-                                  : pack(codes.visible, span.n, s.bits, packed_codes(s, span));
-    if (s.hidden) pack(codes.hidden, span.n, s.hidden, packed_hidden_codes(s, span));
+    if (!in_place) pack_rows(codes.visible, s.row_bytes, span, s.bits, s.adjacent, packed_codes(s, span));
+    if (s.hidden) pack_rows(codes.hidden, s.hidden_row_bytes, span, s.hidden, false, packed_hidden_codes(s, span));
 }
 
 }  // namespace MASTERLESS_ISA

@@ -29,13 +29,14 @@ class WorkList {
 
 // How a parameter is cut for the step itself: into units (whole tiles), and some units make an item.
 struct Cut {
-    int64_t length, per_row, units, units_per_item;
+    int64_t rows, length, per_row, units, units_per_item;  // a unit is some whole rows, or a part of one
 
     explicit Cut(const MlTask& t) {
+        rows = Pipeline::rows_together(t);
         length = std::min(Pipeline::unit_length(t), std::max<int64_t>(t.cols, 1));
         per_row = (t.cols + length - 1) / length;
-        units = t.rows * per_row;
-        units_per_item = std::max<int64_t>(1, kGrain / length);
+        units = (t.rows + rows - 1) / rows * per_row;
+        units_per_item = std::max<int64_t>(1, kGrain / (rows * length));
     }
 
     int64_t items() const { return (units + units_per_item - 1) / units_per_item; }
@@ -53,8 +54,9 @@ void step_item(MlTask& t, Statistics& x, int64_t item, Workspace& work) {
     const int64_t first = item * cut.units_per_item, last = std::min(first + cut.units_per_item, cut.units);
     int64_t bad = 0;
     for (int64_t unit = first; unit < last; ++unit) {
-        const int64_t row = unit / cut.per_row, col = unit % cut.per_row * cut.length;
-        bad += pipeline.step(row, col, std::min(cut.length, t.cols - col));
+        const int64_t row = unit / cut.per_row * cut.rows, col = unit % cut.per_row * cut.length;
+        bad += cut.rows > 1 ? pipeline.step_rows(row, std::min(cut.rows, t.rows - row))
+                            : pipeline.step(row, col, std::min(cut.length, t.cols - col));
     }
     if (bad) x.bad += bad;
 }
@@ -160,7 +162,8 @@ void decode_all(const MlStorage& stored, int64_t rows, int64_t cols, bool visibl
 #pragma omp for schedule(static)
         for (int64_t unit = 0; unit < units; ++unit) {
             const int64_t row = unit / per_row, col = unit % per_row * kSpan, at = row * cols + col;
-            const Span span{row, col, (int)std::min<int64_t>(kSpan, cols - col), 0};
+            const int n = (int)std::min<int64_t>(kSpan, cols - col);
+            const Span span{row, col, n, 0, n, n};
             decode(s, cols, span, work.codes(), work.w);
             if (out_is_bf16)
                 encode_bf16((uint16_t*)out + at, work.w, span.n, nullptr, Injection{});

@@ -5,6 +5,8 @@
 // float bits; the lowest level is one of the minima of eight interleaved lanes. All quotients by `step` are exact.
 #pragma once
 
+#include <numeric>
+
 #include "abi.h"
 #include "random.h"
 #include "scale.h"
@@ -13,6 +15,8 @@ namespace masterless {
 inline namespace MASTERLESS_ISA {
 
 constexpr int kStepUnit = 13;
+constexpr int kLogLanes = 8;
+constexpr uint32_t kNone = 0xFFFFFFFFu;  // minima are kept as bits - 1, so that a zero counts as none
 
 // Stochastic rounding: a number r float bits below the upper neighbour, of a step between neighbours, goes down with
 // probability r (linear - square r), which is s (1 + c - c s) in s = r / step; c is about tanh(ln(ratio)/8).
@@ -49,24 +53,24 @@ inline void write_log_block(const MlStorage& s, int64_t index, const LogBlock& b
 class LogStatistics {
   public:
     explicit LogStatistics(int64_t block_length) {
-        lanes_ = block_length / 16 < 8 ? (int)(block_length / 16) : 8;
+        lanes_ = block_length / 16 < kLogLanes ? (int)(block_length / 16) : kLogLanes;
         if (lanes_ < 1) lanes_ = 1;
         for (uint32_t& m : minima_) m = kNone;
     }
 
-    // The next n numbers; all pieces but the last have a multiple of 16.
+    // The next n numbers, which zeros follow up to a whole vector. All pieces but the last have a multiple of 16, and of a
+    // block in pieces a vector has a multiple of the lanes.
     void add(const float* x, int n) {
         const bool regular = n % kWidth == 0 && kWidth % lanes_ == 0;
         regular ? add_regular(x, n) : add_irregular(x, n);
     }
 
     int32_t top() const { return (int32_t)top_; }
-    int32_t low(const MlStorage& s) const { return (int32_t)low_bits(s.low_rank); }
+    const uint32_t* minima() const { return minima_; }  // of kLogLanes lanes
     int32_t zeros() const { return -(int32_t)has_zero_; }
 
   private:
-    static constexpr int kWidth = 16;            // a multiple of every regular number of lanes
-    static constexpr uint32_t kNone = 0xFFFFFFFFu;  // minima are kept as bits - 1, so that a zero counts as none
+    static constexpr int kWidth = 16;  // a multiple of every regular number of lanes
 
     void add_regular(const float* x, int n) {
         constexpr int kVectors = kWidth / kLanes;
@@ -93,41 +97,73 @@ class LogStatistics {
         for (int i = 0; i < lanes; ++i) minima_[i] = bits_minus_one[i] < minima_[i] ? bits_minus_one[i] : minima_[i];
     }
 
+    // Lanes that do not divide a vector: after `period` vectors they start where they started.
     void add_irregular(const float* x, int n) {
-        for (int e = 0; e < n; ++e) {
-            const uint32_t b = bits(x[e]);
-            top_ = b > top_ ? b : top_;
-            has_zero_ |= b == 0;
-            uint32_t& m = minima_[e % lanes_];
-            m = b - 1 < m ? b - 1 : m;
+        const int period = lanes_ / std::gcd(lanes_, kLanes);
+        vu minima[8];
+        for (int k = 0; k < period; ++k) minima[k] = splat(kNone);
+        vi top{};
+        vu lowest = splat(kNone);
+        for (int e = 0, k = 0; e < n; e += kLanes, k = k + 1 < period ? k + 1 : 0) {
+            const vi b = load<vi>(x + e);
+            top = max(top, b);
+            minima[k] = min(minima[k], (vu)b - 1u);
+            lowest = min(lowest, n - e < kLanes ? (vu)select(lane_numbers() < n - e, b, splat(1)) : (vu)b);
         }
-    }
-
-    // Bits of the lowest level: of the lanes that hold a positive number, the one of the given rank out of 0 ... 7.
-    uint32_t low_bits(int rank) const {
-        if (rank == 0 || rank == 7) {  // the ends need no sorting; none + 1 wraps around to zero
-            uint32_t smallest = kNone, largest = 0;
-            for (int i = 0; i < 8; ++i) {
-                smallest = minima_[i] < smallest ? minima_[i] : smallest;
-                largest = minima_[i] + 1 > largest ? minima_[i] + 1 : largest;
-            }
-            return rank == 0 ? smallest + 1 : largest;
-        }
-        uint32_t sorted[8];
-        int found = 0;
-        for (int i = 0; i < lanes_; ++i) {
-            if (minima_[i] == kNone) continue;
-            int at = found++;
-            for (; at > 0 && sorted[at - 1] > minima_[i]; --at) sorted[at] = sorted[at - 1];
-            sorted[at] = minima_[i];
-        }
-        return found ? sorted[(found - 1) * rank / 7] + 1 : 0;
+        const uint32_t largest = (uint32_t)horizontal_max(top);
+        top_ = largest > top_ ? largest : top_;
+        has_zero_ |= !all(lowest != 0u);
+        uint32_t by_position[8 * kLanes];
+        std::memcpy(by_position, minima, sizeof(vu) * (size_t)period);
+        for (int i = 0; i < period * kLanes; i += lanes_) fold(by_position + i, lanes_);
     }
 
     int lanes_;
     uint32_t top_ = 0;
     bool has_zero_ = false;
-    uint32_t minima_[8];
+    uint32_t minima_[kLogLanes];
+};
+
+// The lane minima of a vector of blocks, from which their lowest levels are found together.
+class LogMinima {
+  public:
+    LogMinima() {
+        for (auto& block : of_block_)
+            for (uint32_t& m : block) m = kNone;
+    }
+
+    void set(int k, const LogStatistics& block) { std::memcpy(of_block_[k], block.minima(), sizeof of_block_[k]); }
+
+    // Bits of the lowest levels: of the lanes that hold a positive number, the one of the given rank out of 0 ... 7.
+    vi low(int rank) const {
+        vu lane[kLogLanes];
+        for (int i = 0; i < kLogLanes; ++i)
+            for (int k = 0; k < kLanes; ++k) lane[i][k] = of_block_[k][i];
+        if (rank == kLogLanes - 1) {  // the ends need no sorting; none + 1 wraps around to zero
+            vu largest{};
+            for (const vu& m : lane) largest = max(largest, m + 1u);
+            return (vi)largest;
+        }
+        vi found{};
+        for (const vu& m : lane) found -= (vi)(m != kNone);
+        sort(lane);
+        const vi index = max(found - 1, vi{}) * rank / (kLogLanes - 1);
+        vu chosen = lane[0];
+        for (int i = 1; i < kLogLanes; ++i) chosen = index == i ? lane[i] : chosen;
+        return (vi)(chosen + 1u);
+    }
+
+  private:
+    static void sort(vu* x) {  // Batcher's network
+        constexpr int kPairs[][2] = {{0, 1}, {2, 3}, {4, 5}, {6, 7}, {0, 2}, {1, 3}, {4, 6}, {5, 7}, {1, 2}, {5, 6},
+                                     {0, 4}, {1, 5}, {2, 6}, {3, 7}, {2, 4}, {3, 5}, {1, 2}, {3, 4}, {5, 6}};
+        for (const auto& pair : kPairs) {
+            const vu a = x[pair[0]], b = x[pair[1]];
+            x[pair[0]] = min(a, b), x[pair[1]] = max(a, b);
+        }
+    }
+
+    uint32_t of_block_[kLanes][kLogLanes];
 };
 
 // The metadata of a vector of blocks from the float bits of their maxima and lowest levels; `zeros` is -1 where there are

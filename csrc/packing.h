@@ -51,32 +51,34 @@ struct FullPlane {
     }
 };
 
+// A chunk at the end of a row: n < 128 codes, so that a plane of up to four bits has at most 64 bytes. Nothing is read or
+// written behind the packed bytes.
 template <int P, bool kFirst>
 inline void unpack_plane(const uint8_t* data, int n, int low, uint8_t* codes) {
     if (n == kChunk) return FullPlane<P>::template unpack<kFirst>(data, low, codes);
-    constexpr int kMask = (1 << P) - 1;
+    if (P == 8) return (void)std::memcpy(codes, data, (size_t)n);
+    constexpr uint32_t kMask = FullPlane<P>::kMask;
     const int height = plane_bytes<P>(n);
+    const Words64 packed = load_some<Words64>(data, height);
     for (int start = 0, shift = 0; start < n; start += height, shift += P) {
-        uint8_t* const column = codes + start;
-        const int count = n - start < height ? n - start : height;
-        for (int i = 0; i < count; ++i) {
-            const uint8_t code = (uint8_t)(((data[i] >> shift) & kMask) << low);
-            column[i] = kFirst ? code : (uint8_t)(column[i] | code);
-        }
+        Words64 column = ((packed >> shift) & kMask) << low;
+        if (!kFirst) column |= load<Words64>(codes + start);
+        store_some(codes + start, column, n - start < height ? n - start : height);
     }
 }
 
 template <int P>
 inline void pack_plane(const uint8_t* codes, int n, int low, uint8_t* data) {
     if (n == kChunk) return FullPlane<P>::pack(codes, low, data);
-    constexpr int kMask = (1 << P) - 1;
+    if (P == 8) return (void)std::memcpy(data, codes, (size_t)n);
+    constexpr uint32_t kMask = FullPlane<P>::kMask;
     const int height = plane_bytes<P>(n);
-    for (int i = 0; i < height; ++i) data[i] = 0;
+    Words64 packed{};
     for (int start = 0, shift = 0; start < n; start += height, shift += P) {
-        const uint8_t* const column = codes + start;
-        const int count = n - start < height ? n - start : height;
-        for (int i = 0; i < count; ++i) data[i] |= (uint8_t)(((column[i] >> low) & kMask) << shift);
+        const Words64 column = load_some<Words64>(codes + start, n - start < height ? n - start : height);
+        packed |= ((column >> low) & kMask) << shift;
     }
+    store_some(data, packed, height);
 }
 
 template <bool kFirst>

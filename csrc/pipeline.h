@@ -59,9 +59,29 @@ class Pipeline {
 
     static int64_t unit_length(const MlTask& t) { return t.tile > kSpan ? t.tile : kSpan; }
 
-    Span span(int64_t row, int64_t col, int64_t n) const {
-        const int64_t chunks_per_row = (t_.cols + kChunk - 1) / kChunk;
-        return {row, col, (int)n, (uint64_t)((t_.first_row + row) * chunks_per_row + col / kChunk)};
+    // How many rows are taken together: of short ones some, for each has a cost of its own.
+    static int64_t rows_together(const MlTask& t) {
+        const bool by_row = t.weight.tensor_scale || t.first.tensor_scale || t.second.tensor_scale;  // other units
+        const bool one_scale = is_scaled(t.weight) && t.weight.per_tensor;
+        return t.cols > 0 && 2 * pitch(t) <= kSpan && !one_scale && !by_row ? kSpan / pitch(t) : 1;
+    }
+
+    static int64_t pitch(const MlTask& t) { return (t.cols + kLanes - 1) / kLanes * kLanes; }
+
+    Span span(int64_t row, int64_t col, int64_t n) const { return {row, col, (int)n, chunk(row, col), (int)n, (int)n}; }
+
+    // Steps some whole rows that fit together (`rows_together`). Returns the bad gradients.
+    int64_t step_rows(int64_t row, int64_t rows) {
+        const Span s{row, 0, (int)(rows * pitch(t_)), chunk(row, 0), (int)t_.cols, (int)pitch(t_)};
+        const bool finite = load_gradient(s);
+        if (finite && target(s, s.has_whole_vectors())) {
+            finish(s, Known{});
+            return 0;
+        }
+        if (finite && w_ != b_.w) copy_floats(w_, b_.w, s.n);  // a weight that was stepped where it lies
+        int64_t bad = 0;
+        for (int64_t i = row; i < row + rows; ++i) bad += step(i, 0, t_.cols);
+        return bad;
     }
 
     // Steps `n` elements from a tile's start: some whole tiles, or a single long one. Returns the bad gradients.
@@ -85,7 +105,7 @@ class Pipeline {
     bool load_gradient(const Span& s) {
         const int64_t at = s.row * t_.cols + s.col;
         g_ = b_.g, narrow_g_ = nullptr;
-        if (surveyed_ && s.n % kLanes == 0) {  // nothing to look at: the rule reads it where it lies
+        if (surveyed_ && s.has_whole_vectors()) {  // nothing to look at: the rule reads it where it lies
             if (t_.grad_is_bf16)
                 narrow_g_ = (const uint16_t*)t_.grad + at;
             else
@@ -93,14 +113,14 @@ class Pipeline {
             return true;
         }
         if (t_.grad_is_bf16) {
-            if (s.n % kLanes == 0) return widen_gradient((const uint16_t*)t_.grad + at, s.n);
-            widen_floats(b_.g, (const uint16_t*)t_.grad + at, s.n);
-        } else if (s.n % kLanes == 0) {
+            if (s.has_whole_vectors()) return widen_gradient((const uint16_t*)t_.grad + at, s.n);
+            widen_rows(b_.g, (const uint16_t*)t_.grad + at, s);
+        } else if (s.has_whole_vectors()) {
             g_ = (const float*)t_.grad + at;
         } else {
-            copy_floats(b_.g, (const float*)t_.grad + at, s.n);
+            copy_rows_in(b_.g, (const float*)t_.grad + at, s);
         }
-        for (int e = s.n; e % kLanes; ++e) b_.g[e] = 0.0f;
+        clear_rest(s, b_.g);
         vi largest{};  // as float bits, which puts infinity and NaN above the numbers
         for (int e = 0; e < s.n; e += kLanes) largest = max(largest, bits(magnitude(load<vf>(g_ + e))));
         return note_largest(largest);
@@ -138,8 +158,8 @@ class Pipeline {
         const TileBuffers buffers{g_, narrow_g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr, weight_draw_, first_draw_, second_draw_,
                                   after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, kLanes), after(s, t_.weight, kLanes),
                                   after(s, t_.first, kChunk), after(s, t_.second, kChunk)};
-        const bool finite = rule_(t_, s.n, s.chunk, buffers);
-        for (int e = s.n; e % kLanes; ++e) b_.w[e] = b_.m[e] = b_.v[e] = 0.0f;
+        const bool finite = rule_(t_, {s.n, s.length, s.pitch, s.chunk}, buffers);
+        for (float* buffer : {b_.w, b_.m, b_.v}) clear_rest(s, buffer);
         return finite;
     }
 
@@ -151,6 +171,11 @@ class Pipeline {
     }
 
   private:
+    uint64_t chunk(int64_t row, int64_t col) const {
+        const int64_t chunks_per_row = (t_.cols + kChunk - 1) / kChunk;
+        return (uint64_t)((t_.first_row + row) * chunks_per_row + col / kChunk);
+    }
+
     bool note_largest(vi float_bits) {
         largest_ = (uint32_t)horizontal_max(float_bits);
         return largest_ <= kLargestRoot;
@@ -176,7 +201,7 @@ class Pipeline {
 
     // Arrays are contiguous across rows, so what follows a span is what the next one reads.
     Upcoming after(const Span& s, const void* start, int bits, int elements) const {
-        return {(const char*)start + (s.row * t_.cols + s.col + s.n) * bits / 8, elements * bits / 8};
+        return {(const char*)start + (s.row * t_.cols + s.col + s.count()) * bits / 8, elements * bits / 8};
     }
 
     Upcoming after(const Span& s, const MlStorage& stored, int elements) const {
@@ -186,11 +211,14 @@ class Pipeline {
 
     // row_i / mean(row) * col_j
     void factored_estimate(const Span& s) {
-        const int64_t matrix = s.row / t_.matrix_rows;
-        const float mean = mean_rows_[matrix], ratio = mean > 0.0f ? t_.second.row[s.row] / mean : 0.0f;
-        const float* col = t_.second.col + matrix * t_.cols + s.col;
-        for (int e = 0; e < s.n; ++e) b_.v[e] = ratio * col[e];
-        for (int e = s.n; e % kLanes; ++e) b_.v[e] = 0.0f;
+        int64_t row = s.row;
+        for (int start = 0; start < s.n; start += s.pitch, ++row) {
+            const int64_t matrix = row / t_.matrix_rows;
+            const float mean = mean_rows_[matrix], ratio = mean > 0.0f ? t_.second.row[row] / mean : 0.0f;
+            const float* col = t_.second.col + matrix * t_.cols + s.col;
+            for (int e = 0; e < s.length; ++e) b_.v[start + e] = ratio * col[e];
+        }
+        clear_rest(s, b_.v);
     }
 
     // Rounds and stores the target and the new moments.
@@ -211,7 +239,7 @@ class Pipeline {
             const int64_t first = metadata_index(weight, s);
             for_each_block(s, weight.block, [&](int, int, int k) { write_metadata(weight, s.row, first + k, blocks[k]); });
         }
-        for (int e = s.n; inject && e % kLanes; ++e) b_.m[e] = 0.0f;
+        if (inject) clear_rest(s, b_.m);
         if (inject && t_.first.kind == ML_FLOAT32) saturate(b_.m, s.n);
     }
 

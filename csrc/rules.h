@@ -189,11 +189,17 @@ struct TileBuffers {
     Upcoming next_gradient, next_weight, next_first, next_second;
 };
 
+// Where the rows of a span lie in the buffers, and the number of the first one's first chunk.
+struct Rows {
+    int n, length, pitch;
+    uint64_t first_chunk;
+};
+
 // One rule over a span: w becomes the target W~ of what it was (which goes to `backup`, if there is one), m and v the
 // new moments. False if a target is not finite: all that can go wrong with a first moment shows there.
 // The random numbers of the span are drawn along the way, for a rule mostly waits for division and square root.
 template <class Rule, bool kFirst, bool kFactored>
-bool apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& buffers) {
+bool apply_rule(const MlTask& task, Rows rows, const TileBuffers& buffers) {
     const TileBuffers b = buffers;  // a copy, which no store below can change
     const Scalars c(task);
     const float sign = task.maximize ? -1.0f : 1.0f;
@@ -203,12 +209,14 @@ bool apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& bu
              next_second = b.next_second;
     vf finite{};  // zero times a number is zero, zero times anything else is NaN and stays so
     const vf zero{}, largest = splat(kLargest);
-    for (int start = 0; start < n; start += kChunk, ++chunk) {
+    int row = 0;
+    uint64_t chunk = rows.first_chunk;
+    for (int start = 0; start < rows.n; ++chunk) {
         ChunkRandom weight_random(b.weight.key, chunk), first_random(b.first.key, chunk),
             second_random(b.second.key, chunk);
         next_first.ask_for_all();
         next_second.ask_for_all();
-        const int stop = n - start < kChunk ? n : start + kChunk;
+        const int end = row + rows.length, stop = end - start < kChunk ? end : start + kChunk;
         for (int e = start; e < stop; e += kLanes) {
             next_gradient.ask_for_more();
             next_weight.ask_for_more();
@@ -228,11 +236,13 @@ bool apply_rule(const MlTask& task, int n, uint64_t chunk, const TileBuffers& bu
             if (b.first.thresholds) store(b.first.thresholds + e, threshold(first_random.next()));
             if (b.second.thresholds) store(b.second.thresholds + e, threshold(second_random.next()));
         }
+        if (stop == end) row += rows.pitch;
+        start = stop == end ? row : stop;
     }
     return all(finite == 0.0f);
 }
 
-using RuleFunction = bool (*)(const MlTask&, int, uint64_t, const TileBuffers&);
+using RuleFunction = bool (*)(const MlTask&, Rows, const TileBuffers&);
 
 template <class Rule, bool kFirst>
 RuleFunction choose(bool factored) {

@@ -75,6 +75,7 @@ inline vi select(vi mask, vi yes, vi no) { return mask ? yes : no; }
 inline vi min(vi a, vi b) { return a < b ? a : b; }
 inline vi max(vi a, vi b) { return a > b ? a : b; }
 inline vu min(vu a, vu b) { return a < b ? a : b; }
+inline vu max(vu a, vu b) { return a > b ? a : b; }
 
 inline vf magnitude(vf x) { return from_bits(bits(x) & 0x7FFFFFFF); }
 
@@ -82,6 +83,29 @@ inline vf magnitude(vf x) { return from_bits(bits(x) & 0x7FFFFFFF); }
 // stands in the lowest bits. `shifted_floor` is floor(x) + shift for a shift near kShift.
 constexpr float kShift = 0x1.8p23f;
 // `lookup(table, index)` is table[index] for indices of up to kTableBits bits; higher bits do not count.
+
+// The first n of a vector's 64 bytes, zeros behind them; and back.
+template <class V>
+inline V load_some(const uint8_t* p, int n) {
+    static_assert(sizeof(V) == 64, "");
+#if defined(__AVX512BW__)
+    return (V)_mm512_maskz_loadu_epi8(n < 64 ? (1ull << n) - 1 : ~0ull, p);
+#else
+    V v{};
+    std::memcpy(&v, p, (size_t)n);
+    return v;
+#endif
+}
+
+template <class V>
+inline void store_some(uint8_t* p, V v, int n) {
+    static_assert(sizeof(V) == 64, "");
+#if defined(__AVX512BW__)
+    _mm512_mask_storeu_epi8(p, n < 64 ? (1ull << n) - 1 : ~0ull, (__m512i)v);
+#else
+    std::memcpy(p, &v, (size_t)n);
+#endif
+}
 
 #if defined(__AVX512F__)
 // By intrinsics: GCC takes a conversion of what was a float vector apart, element by element.

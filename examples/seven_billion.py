@@ -14,14 +14,9 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import sys
 import tempfile
 from pathlib import Path
-
-if "amx" in Path("/proc/cpuinfo").read_text(errors="ignore"):
-    # Some virtual machines announce AMX and trap on it; a run of hours should not end that way.
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import numpy as np
 import torch
@@ -30,6 +25,7 @@ import masterless as ml
 from masterless.insight.memory import measure
 from masterless.interop.shards import Progress, load_dense
 from masterless.interop.training_state import load_training_state, save_training_state
+from masterless.lab.bench.report import processor
 from masterless.lab.models import Llama, LlamaConfig
 from masterless.lab.profile import Recorder, resident_bytes, return_freed_memory
 from masterless.lab.train.corpus import stdlib_corpus
@@ -116,6 +112,11 @@ def fingerprint(model: torch.nn.Module, optimizer: ml.AdamW) -> str:
 def main() -> None:
     """Builds, trains, measures, saves."""
     options = arguments()
+    cpu = Path("/proc/cpuinfo")
+    if cpu.exists() and "amx" in cpu.read_text():
+        # Some virtual machines announce AMX and trap on it; a run of hours should not end that way. oneDNN looks at
+        # its first product.
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     return_freed_memory()
     started = resident_bytes()
     config = MODELS.get(options.model)
@@ -152,21 +153,25 @@ def main() -> None:
                     optimizer.zero_grad()
                 seconds += recorder.phases[-1].seconds
             print(f"step {step + 1}: loss {losses[-1]:.4f}, {seconds:.1f} s, {recorder.peak / 1e9:.2f} GB", flush=True)
+        with recorder.phase("evaluation"), torch.no_grad():
+            after = model(ids, targets).item()
+        print(f"after {options.steps} steps: loss {after:.4f}", flush=True)
         result = {
             "model": options.model,
             "optimizer": "torch AdamW bf16" if options.torch else options.preset,
+            "formats": "bf16" if options.torch else formats_of(model, optimizer),
             "parameters": count,
             "tokens": options.batch * options.tokens,
             "steps": options.steps,
             "first_step": first,
-            "losses": losses,
+            "losses": [*losses, after],
             "peak_bytes": recorder.peak,
             "python_bytes": started,
             "phases": summary(recorder),
             "seconds_per_step": step_seconds(recorder, first, options.steps),
             "checkpointing": not options.no_checkpointing,
             "threads": torch.get_num_threads(),
-            "cpu": cpu_name(),
+            "cpu": processor(),
             "torch": torch.__version__,
         }
         if not options.torch:
@@ -182,6 +187,13 @@ def main() -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with options.out.open("a") as file:
             file.write(json.dumps(result) + "\n")
+
+
+def formats_of(model: torch.nn.Module, optimizer: ml.AdamW) -> dict[str, list[str]]:
+    """What weights and moments are stored as: presets may change their meaning, results should not."""
+    weights = sorted({str(p.format) for p in model.parameters() if isinstance(p, ml.QuantizedTensor)})
+    moments = {name: sorted({g[name] for g in optimizer.param_groups}) for name in ("exp_avg", "exp_avg_sq")}
+    return {"weights": weights, **moments}
 
 
 def step_seconds(recorder: Recorder, first: int, steps: int) -> float:
@@ -200,12 +212,6 @@ def summary(recorder: Recorder) -> dict[str, dict[str, float]]:
         peak = max(phase.peak, int(found.get(phase.name, {}).get("peak", 0)))
         found[phase.name] = {"before": phase.before, "after": phase.after, "peak": peak, "seconds": phase.seconds}
     return found
-
-
-def cpu_name() -> str:
-    """What the system says of the processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
 
 
 if __name__ == "__main__":

@@ -154,6 +154,20 @@ def test_many_steps():
 # --- geometry -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shape", [(37, 96), (3, 11, 64), (50, 41), (5, 512), (70, 33)])
+def test_short_rows_are_taken_together(shape):
+    """More than fit into one span, with a remainder; blocks that end inside a row; bad gradients in one row of many."""
+    formats = [("int4", "int4", "log2"), ("int8:row", "int8:64", "log8:32"), ("fp32", "int3:32", "log4:row")]
+    formats += [("int4+6:32", "dynamic8", "factored"), ("fp8", "none", "log3"), ("bf16", "bf16", "ufp4")]
+    formats += [("int4:tensor", "fp4", "log2")]
+    cases = [
+        Case(weight=weight, first=first, second=second, shape=shape, gradients=gradients, first_row=7)
+        for weight, first, second in formats
+        for gradients in ("normal", "nan", "sparse")
+    ]
+    check(cases)
+
+
 @pytest.mark.parametrize("weight", ["int4:row", "fp8:row", "fp32"])
 def test_rows_longer_than_the_buffers(weight):
     check(

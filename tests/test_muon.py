@@ -346,6 +346,18 @@ def test_a_model_is_sorted_for_muon_and_adamw():
         ml.muon_groups(head, heads=["lm_head"])
 
 
+def test_a_monitor_measures_what_can_be_measured_of_a_matrix():
+    """What the step would have been without rounding is known of the whole matrix only: that is left out."""
+    parameters = matrices(weights="int4")
+    opt = ml.Muon(list(zip("abc", parameters, strict=True)), lr=0.02, momentum_buffer="int4")
+    monitor = ml.Monitor(opt, every=1)
+    train(parameters, opt, 0, 3)
+    for key, field in (("weight", "lost"), ("momentum_buffer", "stalled_codes")):
+        steps, shares = monitor.series(key, field)
+        assert steps == [2, 3] and all(0.0 < share < 1.0 for share in shares)
+    assert monitor.series("weight", "clipped") == monitor.series("momentum_buffer", "rounding_error") == ([], [])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -284,3 +284,55 @@ def test_checkpointing_keeps_inputs_and_one_layer():
     layer = layer_bytes(geometry, moe=False)
     assert full == 4096 * (32 * 2 * 4096 + max(layer, 4 * 4096 + 4 + 10 * 128256))
     assert none == 4096 * (32 * layer + 4 * 4096 + 4 + 10 * 128256)
+
+
+# --- whole models -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", [name for name, preset in PRESETS.items() if preset.weights])
+@pytest.mark.parametrize("name", ["llama-3-8b", "gemma-3-1b", "deepseek-moe-16b", "gpt2"])
+def test_bytes_of_whole_models_equal_live_tensors(name, preset):
+    model = small(name)
+    module = build(model).bfloat16()
+    optimizer = ml.prepare(module, preset, whole_model=True)
+    for group, p, _ in optimizer.parameters():
+        optimizer.state_storage(p, group)
+    plan = make_plan(model, Settings(whole_model=True))
+    row = next(row for row in plan.rows if row.system.name == preset)
+    bytes_of = measure(optimizer).values()
+    assert (sum(b.weights for b in bytes_of), sum(b.states for b in bytes_of)) == (row.weights, row.states)
+    assert sum(p.numel() for p in module.parameters() if isinstance(p, QuantizedTensor)) == plan.quantized
+
+
+def test_a_whole_model_has_neither_logits_nor_gradients_of_its_tables():
+    dense, whole = rows_of("llama-3-8b"), rows_of("llama-3-8b", whole_model=True)
+    one, other = dense["1.3-byte"], whole["1.3-byte"]
+    layer = 14336 * 4096
+    assert one.gradients_in_backward == 2 * 128256 * 4096 and other.gradients_in_backward == 2 * layer
+    assert one.activations - other.activations > 2048 * 128256 * 9
+    assert other.bytes_per_parameter < one.bytes_per_parameter
+    assert whole["torch AdamW"] == dense["torch AdamW"]  # which cannot
+
+
+def test_unfused_activations_are_what_autograd_keeps_of_our_models():
+    from masterless.lab.models import Llama, LlamaConfig
+
+    tokens, sizes = 48, {}
+    for layers in (1, 2):
+        config = LlamaConfig(96, 64, 160, layers, 4, 2, 16)
+        model = Llama(config, torch.Generator().manual_seed(0), checkpointing=False).bfloat16()
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        saved: dict[int, int] = {}
+
+        def pack(t, own=own, saved=saved):
+            if t.untyped_storage().data_ptr() not in own:
+                saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            kept = model(ids, ids)
+        sizes[layers] = sum(saved.values())
+        del kept
+    geometry = Geometry(64, 96, 4, 64, 32, 32, 64, 0, 160, True, False, False, 1)
+    assert sizes[2] - sizes[1] == tokens * layer_bytes(geometry, moe=False, fused=False)

@@ -70,10 +70,13 @@ def test_a_row_read_back_belongs_to_its_cell():
 @pytest.mark.filterwarnings("ignore::masterless.LossyUpdateWarning")  # naive baselines are meant
 def test_the_library_accepts_every_recipe_of_the_study():
     for chosen in {str(c.recipe): c.recipe for c in groups.cells()}.values():
-        model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        model = torch.nn.Sequential(torch.nn.Embedding(9, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 9))
         if chosen.weights:
             ml.quantize_(model, chosen.weights)
-        ml.AdamW(model.named_parameters(), **chosen.options)
+        found = trainer.optimizers(Job(chosen, TINY, 1e-2), model)
+        assert [type(o) for o in found] == {"muon": [ml.Muon, ml.AdamW], "lion": [ml.Lion]}.get(
+            chosen.optimizer, [ml.AdamW]
+        )
         assert 0.9 < chosen.bytes_per_parameter <= 13.1, chosen.label
 
 

@@ -6,7 +6,21 @@ from torch import nn
 from masterless.tensor.quantize import quantize_
 from masterless.tensor.quantized import QuantizedTensor
 
-FORMATS = ["fp8", "int8", "int4", "int3", "int2", "fp4", "int4:tensor", "int4:row", "int4:64", "int4+4", "int4+32"]
+FORMATS = [
+    "fp8",
+    "int8",
+    "int4",
+    "int3",
+    "int2",
+    "fp4",
+    "int4:tensor",
+    "int4:row",
+    "int4:64",
+    "int4+4",
+    "int4+32",
+    "mxfp8",
+    "nvfp4",
+]
 
 
 def random(*shape, seed=0):

@@ -25,6 +25,7 @@ from masterless.step import staleness
 from masterless.tensor.build import build_quantized
 from masterless.tensor.calibrate import calibrate_
 from masterless.tensor.head import linear_cross_entropy
+from masterless.tensor.hidden import show_hidden_bits_
 from masterless.tensor.quantize import dequantize_, quantize_
 from masterless.tensor.quantized import QuantizedTensor
 
@@ -61,6 +62,7 @@ __all__ = [
     "parse_format",
     "prepare",
     "quantize_",
+    "show_hidden_bits_",
     "staleness",
     "step_in_backward",
 ]

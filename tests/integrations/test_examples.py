@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_peft_trl import tokenizer
-from tiny import llama
+from tiny import llama, tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -16,6 +16,7 @@ from masterless.integrations.export.compressed import packed
 from masterless.integrations.transformers import MasterlessConfig
 
 INTEGERS = ["int4", "int4:32", "int4+4:32", "int4+32:64", "int2:64", "int3:64", "int6:64", "int8", "int8:64"]
+HARDWARE = ["mxfp8", "mxfp4", "nvfp4"]
 COMPRESSED = [*INTEGERS, "int8:tensor", "fp8", "fp8:tensor", "fp8+32"]
 
 
@@ -59,13 +60,26 @@ def test_compressed_tensors_gives_the_same_logits(format, dtype, quantized, tmp_
     assert not differences(model, before), "exporting changes nothing"
 
 
-@pytest.mark.parametrize("format", ["int4:32", "int8", "fp8", "int4+4:64"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("format", HARDWARE)
+def test_formats_of_hardware_give_the_same_logits(format, quantized, tmp_path):
+    model = quantized(format=format, dtype=torch.bfloat16, hidden_size=128)
+    report = export(model, tmp_path / "out")
+    assert len(report.exported) == 14 and not report.rounded
+    assert torch.equal(logits(reload(tmp_path / "out", torch.bfloat16)), logits(model))
+    with pytest.raises(ValueError, match=r"decode 'mxfp4' to bfloat16 and the model is torch.float32"):
+        export(quantized(format="mxfp4", hidden_size=128), tmp_path / "fp32")
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [*((format, torch.float32) for format in COMPRESSED), *((f, torch.bfloat16) for f in ("int4+4:64", "int8", "fp8"))],
+    ids=str,
+)
 def test_experts_are_split_and_come_back(format, dtype, quantized, tmp_path):
     model = quantized("moe", format, dtype)
     export(model, tmp_path / "out")
     names = set(load_file(tmp_path / "out" / "model.safetensors"))
-    part = "weight" if format == "fp8" else "weight_packed"
+    part = "weight" if "fp8" in format else "weight_packed"
     for i in range(4):
         assert {f"model.layers.0.mlp.experts.{i}.{p}_proj.{part}" for p in ("gate", "up", "down")} <= names
     assert "model.layers.0.mlp.gate.weight" in names, "the router is dense"
@@ -143,10 +157,14 @@ def test_what_does_not_fit_is_refused_and_can_be_requantized(quantized, tmp_path
 # --- dense, and folders -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [*((format, torch.float32) for format in (*COMPRESSED, "fp4", "fp8:32")), ("int4+4", torch.bfloat16)],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_dense_export_is_an_ordinary_checkpoint(kind, dtype, quantized, tmp_path):
-    model = quantized(kind, "int4+4", dtype)
+def test_a_dense_export_is_an_ordinary_checkpoint(kind, format, dtype, quantized, tmp_path):
+    model = quantized(kind, format, dtype)
     export(model, tmp_path / "out", to="dense")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     again = reload(tmp_path / "out", dtype)

@@ -25,14 +25,16 @@ def test_a_llama_comes_back_with_the_same_logits(format, quantized, tmp_path):  
     assert torch.equal(logits(again), logits(model))
 
 
-@pytest.mark.parametrize("kind", ["llama", "moe"])
-@pytest.mark.parametrize("format", ["int4:32", "int8"])
+@pytest.mark.parametrize(
+    ("kind", "format"), [("llama", "int4:32"), ("llama", "int8"), *(("moe", format) for format in FORMATS)]
+)
 def test_blocks_decode_to_the_trained_weights(kind, format, quantized, tmp_path):  # noqa: F811
     model = quantized(kind, format)
     export(model, tmp_path / "out", to="gguf")
     reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
     tensors = {t.name: t for t in reader.tensors}
-    wanted = gguf.GGMLQuantizationType.Q4_0 if "int4" in format else gguf.GGMLQuantizationType.Q8_0
+    four_bits = format.startswith(("int2", "int3", "int4"))
+    wanted = gguf.GGMLQuantizationType.Q4_0 if four_bits else gguf.GGMLQuantizationType.Q8_0
     assert sum(t.tensor_type == wanted for t in tensors.values()) == 14, "experts count as a stack each"
 
     def read(name):

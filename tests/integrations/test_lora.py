@@ -5,8 +5,9 @@ import copy
 import peft
 import pytest
 import torch
-from test_peft_trl import LORA, adapters, with_adapters
+from test_peft import adapters
 from tiny import IDS, differences, examples, gpt2, llama
+from tools import LORA, quantized, with_adapters
 
 import masterless as ml
 from masterless.integrations.lora import extract_lora, merge_lora_
@@ -45,16 +46,10 @@ def test_merging_is_the_sum_rounded_once_and_says_what_it_lost(format):
         lost = (new.detach().dequantize() - old.detach().dequantize() - delta).norm() / delta.norm()
         assert entry.lost == pytest.approx(lost.item(), rel=1e-4) and f"{100 * entry.lost:.1f}%" in str(report)
     untouched = {name for name, p in merged.named_parameters()} - {entry.name for entry in report.merged}
-    plain = {name: p for name, p in llama_like(format).named_parameters()}
+    plain = {name: p for name, p in quantized(format=format).named_parameters()}
     for name in untouched:
         own = merged.get_parameter(name)
         assert torch.equal(own.detach() + 0.0, plain[name].detach() + 0.0)
-
-
-def llama_like(format):
-    model = llama()
-    ml.quantize_(model, format)
-    return model
 
 
 def test_a_finer_format_loses_less_and_a_block_keeps_its_scale():
@@ -69,18 +64,18 @@ def test_a_finer_format_loses_less_and_a_block_keeps_its_scale():
     assert lost["int8"] < 0.5 * lost[None], lost
     zero = trained_adapters("int4", size=0.0)
     merged, report = merge_lora_(zero)
-    assert not differences(merged, llama_like("int4")) and all(entry.lost == 0.0 for entry in report.merged)
+    assert not differences(merged, quantized(format="int4")) and all(entry.lost == 0.0 for entry in report.merged)
 
 
 def test_what_cannot_be_merged_is_refused_before_anything_changes():
-    dora = llama_like("int8")
+    dora = quantized(format="int8")
     dora = peft.get_peft_model(dora, peft.LoraConfig(**LORA, use_dora=True))
     before = copy.deepcopy(dora)
     with pytest.raises(ValueError, match=r"DoRA or a bias.*nothing was changed"):
         merge_lora_(dora)
     assert not differences(dora, before)
     with pytest.raises(ValueError, match="has no LoRA adapters"):
-        merge_lora_(llama_like("int8"))
+        merge_lora_(quantized(format="int8"))
 
 
 def test_dense_layers_are_merged_as_peft_does():

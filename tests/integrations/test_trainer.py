@@ -1,64 +1,23 @@
-"""Stock Trainer and SFTTrainer: training, saving and resuming to the bit, with everything a fine-tuner switches on."""
+"""Stock Trainer: presets, the best model, from_pretrained, and checkpoints of another kind (see test_matrix, too)."""
 
 import pytest
-import torch
 from tiny import differences, examples, gpt2, llama, moe, same_state
-from transformers import Trainer, TrainingArguments
+from tools import ADAMW, arguments, logged_losses, quantized
+from transformers import Trainer, TrainerCallback
 
 import masterless as ml
+from masterless.integrations.trainer import MasterlessCallback
 from masterless.integrations.transformers import MasterlessConfig, PresetOptimizer
 
-SETTINGS = {
-    "plain": {},
-    "clip": {"max_grad_norm": 0.05},
-    "accumulate": {"gradient_accumulation_steps": 2},
-    "bf16": {"bf16": True},
-    "gradient checkpointing": {"gradient_checkpointing": True},
-}
-STEPS = 4
 
-
-def arguments(folder, **options):
-    fixed = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "learning_rate": 1e-2}
-    run = {
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 4,
-        "save_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-    }
-    return TrainingArguments(output_dir=str(folder), **{**fixed, **run, **options})
-
-
-def trainer_for(model, folder, optimizer=("AdamW", {}), **options):
+def trainer_for(model, folder, optimizer=("AdamW", {}), callbacks=(), **options):
     if optimizer[0] == "AdamW":
-        choice = (ml.AdamW, {"lr": 1e-2, "betas": (0.9, 0.95), "exp_avg": "int8", "exp_avg_sq": "log8"})
+        choice = (ml.AdamW, ADAMW)
     else:
         choice = (PresetOptimizer, {"preset": optimizer[0], "lr": 1e-2, **optimizer[1]})
     data = {"train_dataset": examples(), "eval_dataset": examples(4, seed=1)}
+    data["callbacks"] = list(callbacks)
     return Trainer(model, arguments(folder, **options), **data, optimizer_cls_and_kwargs=choice)
-
-
-def quantized(make=llama, format="int4+4", seed=0):
-    model = make(seed)
-    ml.quantize_(model, format)
-    return model
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_run_that_is_resumed_ends_where_the_whole_one_does(setting, tmp_path):
-    whole = trainer_for(quantized(), tmp_path / "whole", **SETTINGS[setting])
-    whole.train()
-    assert losses(whole)[-1] < losses(whole)[0] and not differences(whole.model, whole.model)
-    resumed = trainer_for(quantized(seed=1), tmp_path / "resumed", **SETTINGS[setting])
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert not differences(whole.model, resumed.model) and same_state(whole.optimizer, resumed.optimizer)
-    found, expected = resumed.evaluate()["eval_loss"], whole.evaluate()["eval_loss"]
-    assert found == expected and torch.isfinite(torch.tensor(found))
 
 
 @pytest.mark.parametrize("preset", ["1-byte", "1.3-byte-int4", "1.8-byte", "states-8bit"])
@@ -67,7 +26,7 @@ def test_presets_train_and_resume(make, preset, tmp_path):
     """The factory gets a dense model in both runs: what is resumed is quantized as it was."""
     whole = trainer_for(make(), tmp_path / "whole", (preset, {}))
     whole.train()
-    assert losses(whole)[-1] < losses(whole)[0]
+    assert logged_losses(whole)[-1] < logged_losses(whole)[0]
     resumed_model = type(whole.model).from_pretrained(tmp_path / "whole" / "checkpoint-2")
     resumed = trainer_for(resumed_model, tmp_path / "resumed", (preset, {}))
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
@@ -89,7 +48,7 @@ def test_from_pretrained_to_trainer_without_a_line_between(tmp_path):
     model = type(llama()).from_pretrained(tmp_path / "dense", quantization_config=MasterlessConfig("int8"))
     trainer = trainer_for(model, tmp_path / "run", ("1-byte", {"weight_decay": 0.1}))
     trainer.train()
-    assert losses(trainer)[-1] < losses(trainer)[0]
+    assert logged_losses(trainer)[-1] < logged_losses(trainer)[0]
     decays = {
         p.dim() > 1: group["weight_decay"]
         for group in trainer.optimizer.optimizer.param_groups
@@ -110,3 +69,52 @@ def test_a_checkpoint_of_another_kind_of_model_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match=r"(?s)'int4\+4' in the state dict and as 'int8:row'"):
         other = trainer_for(quantized(format="int8"), tmp_path / "c")
         other.train(resume_from_checkpoint=str(tmp_path / "quantized" / "checkpoint-2"))
+
+
+def test_steps_in_the_backward_pass_are_ordinary_steps(tmp_path):
+    plain = trainer_for(quantized(), tmp_path / "plain", max_grad_norm=0.0)
+    plain.train()
+    callback = MasterlessCallback(step_in_backward=True)
+    freed = []
+
+    class Looks(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            freed.append(all(p.grad is None for p in model.parameters()))
+
+    lean = trainer_for(quantized(), tmp_path / "lean", max_grad_norm=0.0, callbacks=[callback, Looks()])
+    lean.train()
+    assert freed == [True] * 4 and callback._stepper is None
+    assert not differences(plain.model, lean.model) and same_state(plain.optimizer, lean.optimizer)
+    middle = str(tmp_path / "lean" / "checkpoint-2")
+    again = trainer_for(quantized(seed=1), tmp_path / "again", max_grad_norm=0.0, callbacks=[callback])
+    again.train(resume_from_checkpoint=middle)
+    assert not differences(plain.model, again.model) and same_state(plain.optimizer, again.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"max_grad_norm=1\.0 clips by the norm of all gradients"),
+        ({"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2: .* each backward"),
+    ],
+)
+def test_what_would_silently_not_happen_is_refused(options, message, tmp_path):
+    trainer = trainer_for(quantized(), tmp_path, **options, callbacks=[MasterlessCallback(step_in_backward=True)])
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_the_callback_refuses_what_contradicts_itself():
+    with pytest.raises(ValueError, match=r"belong to step_in_backward=True"):
+        MasterlessCallback(clip_norm=1.0)
+    with pytest.raises(ValueError, match=r"the steps happen elsewhere"):
+        MasterlessCallback(step_in_backward=True, monitor={})
+
+
+def test_a_monitor_logs_into_the_history(tmp_path):
+    callback = MasterlessCallback(monitor={"every": 2})
+    trainer = trainer_for(quantized(), tmp_path, callbacks=[callback])
+    trainer.train()
+    entries = [e for e in trainer.state.log_history if any(key.startswith("masterless/") for key in e)]
+    assert [e["step"] for e in entries] == [2, 4] and len(callback.watching.samples) == 2
+    assert 0.0 <= entries[0]["masterless/weight/lost"] <= 1.0 and "masterless/exp_avg_sq/stalled_codes" in entries[0]

@@ -206,7 +206,7 @@ def _codebook_codes(t: Tensor, format: Format, u: Tensor | None) -> Tensor:
     return codes[index + up]
 
 
-def _level_table(format: Format) -> Tensor:
+def level_table(format: Format) -> Tensor:
     """The level of every code, unused codes included (they decode to zero)."""
     table = torch.zeros(2**format.code_bits, dtype=torch.float64)
     table[torch.tensor(format.table[1])] = torch.tensor(format.levels, dtype=torch.float64)
@@ -239,10 +239,10 @@ def _decode_scaled(parts: Parts, cols: int, format: Format, visible: bool) -> Te
     scale = _spread(read_scale(parts, format), cols, format)
     codes = unpack(parts["codes"], cols, format.bits, format.adjacent)
     if format.kind == "codebook":
-        return _level_table(format).to(codes.device)[codes] * scale
+        return level_table(format).to(codes.device)[codes] * scale
     if not format.fine_bits:
         return (codes - format.zero_code).to(torch.float32) * scale
-    if visible:
+    if visible and not format.shown:
         return (codes - 2 ** (format.bits - 1)).to(torch.float32) * scale
     fine = (codes << format.fine_bits) + unpack(parts["hidden"], cols, format.fine_bits) - format.zero_code
     return fine.to(torch.float32) * (scale * 2.0**-format.fine_bits)

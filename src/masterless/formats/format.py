@@ -45,6 +45,7 @@ class Format:
         granularity: elements that share a scale: a block length along the row, a whole row or the tensor.
         scale: how the scale itself is stored.
         hidden: further bits below the code that only the optimizer sees (weights only).
+        shown: whether the forward pass sees the hidden bits, too (``int4++4``, which has the bytes of ``int4+4``).
         adjacent: whether neighbouring codes share a byte, as hardware reads them (`packing`).
         fixed: whether a specification fixes granularity and scale.
     """
@@ -56,6 +57,7 @@ class Format:
     granularity: Granularity = DEFAULT_BLOCK
     scale: ScaleKind = "bf16"
     hidden: int = 0
+    shown: bool = False
     adjacent: bool = False
     fixed: bool = False
 
@@ -73,6 +75,12 @@ class Format:
     def fine_bits(self) -> int:
         """Hidden bits that refine the code's own grid (a master copy is stored apart)."""
         return 0 if self.master else self.hidden
+
+    def showing(self, shown: bool) -> Format:
+        """The same format with its hidden bits shown to the forward pass, or not."""
+        if not self.fine_bits or shown == self.shown:
+            return self
+        return replace(self, family=f"int{self.bits}{'++' if shown else '+'}{self.hidden}", shown=shown)
 
     @property
     def code_bits(self) -> int:
@@ -213,6 +221,8 @@ _FAMILIES: dict[str, Format] = {
         *(Format(f"udynamic{b}", "codebook", b, signed=False) for b in (8, 4, 3, 2)),
         # Weights with hidden bits: the forward pass sees the first number of bits, the optimizer all.
         *(Format(f"int4+{k}", "linear", 4, hidden=k) for k in (2, 4, 6)),
+        # The same with all bits shown, for the first part of a run (`show_hidden_bits_`).
+        *(Format(f"int4++{k}", "linear", 4, hidden=k, shown=True) for k in (2, 4, 6)),
         # All 32 bits kept: a master weight, the oracle that the others are measured against.
         *(Format(f"int{b}+32", "linear", b, hidden=MASTER) for b in (8, 4)),
         Format("fp8+32", "codebook", 8, hidden=MASTER),

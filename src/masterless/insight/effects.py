@@ -88,7 +88,7 @@ def measure(optimizer: torch.optim.Optimizer, before: Snapshot, histogram: bool 
     stored = _states_of(optimizer, group, p)
     after = {key: _take(stored[key], before.rows) for key in before.states}
     exact = None
-    if isinstance(optimizer, LowBitOptimizer):
+    if isinstance(optimizer, LowBitOptimizer) and optimizer.rule(group).by_tile:
         exact = _exact(optimizer, before, grad, weight, stored)
     result = {"weight": _weight_entry(before, weight, grad, exact, histogram)}
     for key, storage in after.items():
@@ -257,7 +257,8 @@ def _predictions(
     rounding, in_updates = "nearest", False
     names: tuple[str | None, str | None]
     if isinstance(optimizer, LowBitOptimizer):
-        assert exact is not None
+        if exact is None:
+            return None, None
         rule = optimizer.rule(group, optimizer.compensates(before.p, group))
         c, rounding = exact.scalars, group["rounding"]
         # A momentum that is no average (SGD's, RMSprop's) or is scaled by the learning rate (as one that holds injected

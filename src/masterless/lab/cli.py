@@ -27,6 +27,7 @@ from masterless.lab.commands.doctor import doctor
 from masterless.lab.commands.export import export
 from masterless.lab.commands.formats import formats
 from masterless.lab.commands.plan import plan
+from masterless.lab.commands.profile import profile
 from masterless.lab.commands.stall import stall
 from masterless.lab.commands.train import train
 
@@ -83,7 +84,7 @@ def _options(
     pass
 
 
-for _command in (train, compare, stall, formats, plan, bench, export, doctor):
+for _command in (train, compare, stall, formats, plan, profile, bench, export, doctor):
     app.command()(_command)
 
 

@@ -19,14 +19,17 @@ class GradientSum:
     Args:
         format: of the buffer; fp32 sums exactly.
         shape: the parameter's.
+        device: the parameter's.
         seed: of the random bits, which depend on it, the step, the parameter's name and the number of the addition.
         step: of the optimizer.
         name: the parameter's.
     """
 
-    def __init__(self, format: Format, shape: torch.Size, seed: int, step: int, name: str) -> None:
+    def __init__(
+        self, format: Format, shape: torch.Size, device: torch.device, seed: int, step: int, name: str
+    ) -> None:
         whole = format.granularity == "tensor" and format.scaled
-        self._storage = Storage.zeros(format, shape, torch.device("cpu"))
+        self._storage = Storage.zeros(format, shape, device)
         self._rows = max(1, len(self)) if whole else max(1, _SLAB // max(1, self._storage.layout.cols))
         self._seed, self._step, self._name, self._additions = seed, step, name, 0
 
@@ -42,7 +45,7 @@ class GradientSum:
         values = grad.detach().reshape(layout.rows, layout.cols)
         for start, part in self._slabs():
             total = _values(part).view(-1, layout.cols) + values[start : start + self._rows]
-            u = dither(key, len(total), layout.cols, start) if format.kind != "float32" else None
+            u = dither(key, len(total), layout.cols, start, total.device) if format.kind != "float32" else None
             part.encode_(total.view(part.shape), u)
 
     def plus(self, grad: Tensor | None) -> Tensor:

@@ -27,6 +27,7 @@ from masterless.optim.accumulation import GradientSum
 from masterless.optim.base import LowBitOptimizer, require
 from masterless.optim.plan import Member
 from masterless.optim.slices import sliceable, step_in_slices
+from masterless.tensor.quantized import local_of
 from masterless.tensor.rows import RowSink, Share, rows_per_slice
 
 PREVIOUS_NORM = "previous_gradient_norm"  # key of the first param group: a checkpoint of the optimizer holds it
@@ -131,14 +132,16 @@ def step_in_backward(
     strangers = [name for _, p, name in optimizer.parameters() if id(p) not in inside]
     if strangers:
         raise ValueError(f"the optimizer holds parameters that are not in the model, for instance {strangers[0]!r}")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        # A parameter's own hook would see gradients that are not yet reduced, and the replicas would drift apart.
+    replicated = isinstance(model, nn.parallel.DistributedDataParallel)
+    if replicated or any(local_of(p) is not p for _, p, _ in optimizer.parameters()):
         require(
             clip_previous_norm is None and clip_global_norm is None and accumulate == 1,
             "step_in_backward",
-            "DistributedDataParallel",
-            "clips by value or per parameter and does not accumulate; leave the other options out",
+            "a model that several ranks share",
+            "it clips by value or per parameter and does not accumulate; leave the other options out",
         )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        # A parameter's own hook would see gradients that are not yet reduced, and the replicas would drift apart.
         from masterless.optim.ddp_hook import step_in_hook  # torch.distributed is large
 
         stepper = BackwardStepper()
@@ -324,7 +327,7 @@ class _Stepper(BackwardStepper):
         if id(p) not in self._sums:
             group, _, name = self._owners.of(p)
             step = int(self._optimizer.state.get(p, {}).get("step", 0))
-            self._sums[id(p)] = (p, GradientSum(self._format, p.shape, group["seed"], step, name))
+            self._sums[id(p)] = (p, GradientSum(self._format, p.shape, p.device, group["seed"], step, name))
         self._sums[id(p)][1].add_(grad)
 
     def _with_sum(self, p: Tensor, grad: Tensor) -> Tensor:

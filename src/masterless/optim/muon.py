@@ -49,7 +49,7 @@ def _not_by_tile(g: Tensor, m: Tensor | None, second_moment: Any, c: Scalars) ->
     raise NotImplementedError("Muon orthogonalises whole matrices: it has no step tile by tile")
 
 
-MUON = Rule("muon", _not_by_tile, _muon_scalars, "momentum_buffer", None)
+MUON = Rule("muon", _not_by_tile, _muon_scalars, "momentum_buffer", None, by_tile=False)
 
 
 class Muon(LowBitOptimizer):
@@ -170,6 +170,11 @@ def muon_groups(
 
     Returns:
         Param groups for `Muon` and for `masterless.AdamW`, with names.
+
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    >>> inner, rest = muon_groups(model)
+    >>> [name for name, _ in inner[0]["params"]]
+    ['0.weight']
     """
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]

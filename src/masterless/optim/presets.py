@@ -290,6 +290,15 @@ def _warn_of_pretrained(model: nn.Module, preset: Preset) -> None:
             LossyUpdateWarning,
             stacklevel=3,
         )
+    dense = not any(isinstance(local_of(p), QuantizedTensor) for p in model.parameters())
+    if source and dense and preset.weights is not None and as_weight(preset.weights).bits <= 4:
+        warnings.warn(
+            f"preset {preset.name!r} rounds the trained weights of {source!r} to 4 bits, to nearest, which costs a "
+            f"language model tenths of a nat before the first step; call calibrate_(model, batches, "
+            f"{preset.weights!r}) before prepare",
+            LossyUpdateWarning,
+            stacklevel=3,
+        )
 
 
 def _rehearse(preset: Preset, lr: float | Tensor, options: Mapping[str, Any]) -> None:

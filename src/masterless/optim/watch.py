@@ -64,8 +64,9 @@ class Watch:
         for storage in self._storages:
             self._tensors += storage.tensors.values()
         self._addresses = [*map(_address, self._tensors)]
-        self._nbytes = [*map(_nbytes, self._tensors)]
-        self._contiguous = [*map(_is_contiguous, self._tensors)]
+        self._shaped = [t for t in self._tensors if t.dim()]  # of a number the address says everything
+        self._nbytes = [*map(_nbytes, self._shaped)]
+        self._contiguous = [*map(_is_contiguous, self._shaped)]
         self._shapes = [*map(_shape, self._dense)]
 
     @classmethod
@@ -89,8 +90,8 @@ class Watch:
             and _same([*map(_stored, self._quantized)], self._storages)
             and [*map(_dtype, grads)] == self._grads
             and [*map(_address, self._tensors)] == self._addresses
-            and [*map(_nbytes, self._tensors)] == self._nbytes
-            and [*map(_is_contiguous, self._tensors)] == self._contiguous
+            and [*map(_nbytes, self._shaped)] == self._nbytes
+            and [*map(_is_contiguous, self._shaped)] == self._contiguous
             and [*map(_shape, self._dense)] == self._shapes
             and [_settings(optimizer, group) for group in self._distinct] == self._settings
         )

@@ -320,6 +320,7 @@ class Rule(NamedTuple):
         units: of the first moment: "gradient", "update" (the step over the learning rate) or "weight" (the step).
         finish: completes the scalars where they need statistics of the whole parameter (`finish_adafactor`).
         obstacle: why it cannot carry the rounding error of a weight, and what to do; empty if it can.
+        by_tile: whether an element's step depends on its own numbers only (and on statistics), not on a whole matrix.
     """
 
     name: str
@@ -330,6 +331,7 @@ class Rule(NamedTuple):
     units: str = "gradient"
     finish: Callable[[Scalars, Mapping[str, Any], float, float], Scalars] | None = None
     obstacle: str = ""
+    by_tile: bool = True
 
     @property
     def compensable(self) -> bool:

@@ -185,7 +185,7 @@ def _best_of_grid(
     levels = torch.tensor(visible.levels, dtype=torch.float32)
     best, least = torch.zeros_like(absmax), torch.full_like(absmax, torch.inf)
     for fraction in GRID:
-        scale = codec.scale_for(absmax * fraction, format, tensor_scale)
+        scale = codec.scale_for(absmax * fraction, visible, tensor_scale)  # the grid that the forward pass sees
         divisor = codec._spread(torch.where(scale > 0, scale, 1.0), values.shape[1], format)
         squares = (_on_grid(values / divisor, levels, visible) * divisor - values).square_() * weight
         if format.granularity == "tensor":

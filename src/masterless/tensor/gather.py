@@ -44,7 +44,8 @@ class Carrier(Tensor):
 def visible_specs(format: Format, shape: Sequence[int], slices: int) -> dict[str, Spec]:
     """The stored tensors of a piece that a forward pass reads, scales first so that they stay aligned."""
     specs = sliced_specs(format, shape, slices)
-    return {name: specs[name] for name in ("tensor_scale", "scale", "codes") if name in specs}
+    names = ("tensor_scale", "scale", "codes", *(("hidden",) if format.shown else ()))
+    return {name: specs[name] for name in names if name in specs}
 
 
 def _nbytes(spec: Spec) -> int:
@@ -103,7 +104,7 @@ def unpack(
 
 
 def visible_format(format: Format) -> Format:
-    """The format of what the all-gather moves: without hidden bits."""
-    if not format.hidden:
+    """The format of what the all-gather moves: without hidden bits, unless they are shown."""
+    if not format.hidden or format.shown:
         return format
     return replace(format, family=format.family.partition("+")[0], hidden=0)

@@ -109,8 +109,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, rows: int, sink: RowSink | None
     ) -> Tensor:
         head = _Head(x.detach(), weight, targets, ignore_index, rows)
-        highest = torch.full(targets.shape, -torch.inf)
-        total, right = torch.zeros(targets.shape), torch.zeros(targets.shape)
+        highest = torch.full(targets.shape, -torch.inf, device=x.device)
+        total, right = torch.zeros_like(highest), torch.zeros_like(highest)
         for start, stop in head.slices():
             logits = head.logits(head.weights(start, stop))
             token, column = head.hits(start, stop)
@@ -128,7 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        (_, log_sum), head = ctx.saved_tensors, ctx.head
+        (x, log_sum), head = ctx.saved_tensors, ctx.head
         if _changes(head.weight) != ctx.changes:
             raise RuntimeError(
                 f"an output head of shape {tuple(head.weight.shape)} was changed between the forward and the backward "
@@ -137,8 +137,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = grad / head.count
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         shares = wants_weight and ctx.sink is not None and ctx.sink.accepts(ctx.ticket)
-        dense = torch.empty(head.weight.shape, dtype=head.weight.dtype) if wants_weight and not shares else None
-        grad_x = torch.zeros(head.x.shape, dtype=torch.float32) if wants_x else None
+        dense = x.new_empty(head.weight.shape, dtype=head.weight.dtype) if wants_weight and not shares else None
+        grad_x = torch.zeros_like(x, dtype=torch.float32) if wants_x else None
 
         def errors_in(weights: Tensor, start: int, stop: int) -> Tensor:
             return head.errors(head.logits(weights), log_sum, start, stop, scale)

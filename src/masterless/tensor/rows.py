@@ -126,7 +126,7 @@ class GatherRows(torch.autograd.Function):
 
         def share(start: int, stop: int) -> Tensor:
             mine = (flat >= start) & (flat < stop) & (flat != ctx.padding)
-            total = torch.zeros(stop - start, rows.shape[1], dtype=torch.float32)
+            total = rows.new_zeros(stop - start, rows.shape[1], dtype=torch.float32)
             return total.index_add_(0, flat[mine] - start, rows[mine].to(torch.float32))
 
         ctx.sink.hand_in(ctx.ticket, share)

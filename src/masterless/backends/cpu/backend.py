@@ -206,7 +206,7 @@ class CpuBackend:
                 ctypes.c_void_p(record.ctypes.data),
                 ctypes.c_int64(storage.layout.rows),
                 ctypes.c_int64(storage.layout.cols),
-                visible,
+                visible and not storage.format.shown,
                 ctypes.c_void_p(out.data_ptr()),
                 dtype == torch.bfloat16,
                 torch.get_num_threads(),

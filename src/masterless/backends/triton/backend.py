@@ -146,6 +146,7 @@ class TritonBackend:
         """The stored values as fp32, or as bf16 (rounded to nearest even), in the tensor's shape."""
         if dtype not in _DTYPES or missing() or not storage.format.scaled:
             return dispatch.reference().decode(storage, dtype, visible)
+        visible = visible and not storage.format.shown
         device = storage.tensors["codes"].device
         out = torch.empty(storage.shape, dtype=dtype, device=device)
         if out.numel() == 0:
@@ -156,7 +157,12 @@ class TritonBackend:
         step = launch.sized(step, record, interpreted)
         target = out.view(torch.uint16) if dtype == torch.bfloat16 else out
         entry.decode_kernel[(launch.places(step, record),)](
-            torch.from_numpy(record).to(device), target, step, visible, dtype == torch.bfloat16, enable_fp_fusion=False
+            torch.from_numpy(record).to(device),
+            target,
+            step,
+            visible and not storage.format.shown,
+            dtype == torch.bfloat16,
+            enable_fp_fusion=False,
         )
         return out
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from masterless.formats import Format
-from masterless.formats.codec import read_scale
+from masterless.formats.codec import level_table, read_scale
 from masterless.formats.packing import unpack
 from masterless.tensor import state
 from masterless.tensor.quantize import owned_parameters, replace_parameter
@@ -76,7 +76,7 @@ def requantized(model: Any, obstacle: Obstacle, format: str | None, report: Repo
     misfits = {
         name: why
         for name, module, _, p in owned_parameters(model)
-        if isinstance(p, QuantizedTensor) and (why := obstacle(name, module, p))
+        if isinstance(p, QuantizedTensor) and (why := _shows_hidden_bits(p) or obstacle(name, module, p))
     }
     if misfits and wanted is None:
         name, why = next(iter(misfits.items()))
@@ -101,6 +101,15 @@ def requantized(model: Any, obstacle: Obstacle, format: str | None, report: Repo
     return model
 
 
+def _shows_hidden_bits(q: QuantizedTensor) -> str:
+    if not q.format.shown:
+        return ""
+    return (
+        f"the model was trained on all bits of '{q.format}', and only the first {q.format.bits} are exported; train "
+        f"the last part of the run after show_hidden_bits_(model, False)"
+    )
+
+
 # --- matrices ------------------------------------------------------------------------------------------------------
 
 
@@ -121,7 +130,7 @@ def scales_of(q: QuantizedTensor) -> Tensor:
 def group_of(q: QuantizedTensor) -> int | None:
     """Elements that share a scale; None: a whole row."""
     group = q.format.granularity
-    return group if isinstance(group, int) and group < q.shape[-1] else None
+    return group if isinstance(group, int) and (group < q.shape[-1] or q.format.fixed) else None
 
 
 @dataclass(frozen=True)
@@ -193,7 +202,7 @@ def _formats(model: Any, quantized: Mapping[str, QuantizedTensor]) -> dict[str, 
 def decoded(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     """What a reader makes of a matrix: codes times scales in fp32, rounded once."""
     if matrix.format.kind == "codebook":
-        levels = matrix.codes.view(torch.float8_e4m3fn).float()
+        levels = level_table(matrix.format)[matrix.codes.int()]
     else:
         levels = matrix.codes.float() - 2 ** (matrix.format.bits - 1)
     scales = matrix.scales.repeat_interleave(matrix.group or levels.shape[-1], dim=-1)[..., : levels.shape[-1]]

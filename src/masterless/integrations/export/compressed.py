@@ -4,6 +4,8 @@ Contract:
     * Integers of b bits (`pack-quantized`): element i of a row takes bits ``i*b ... (i+1)*b - 1`` of the row's stream,
       low end first, as value + 2^(b-1); int32 words. FP8 (`float-quantized`): the E4M3 byte itself.
     * Scales are written in the model's dtype, which must hold them exactly; a row is a whole number of groups.
+    * The formats of hardware are written byte by byte: `mxfp8-quantized`, `mxfp4-pack-quantized` (E8M0 scales), and
+      `nvfp4-pack-quantized` (E4M3 scales, and the inverse of a power of two as the scale of the matrix).
     * Every matrix is decoded from its codes and scales and compared with the forward pass's before it is written.
 """
 
@@ -18,12 +20,25 @@ import torch
 from torch import Tensor, nn
 
 from masterless.formats import Format
+from masterless.formats.codec import stored_scale
+from masterless.formats.packing import pack
 from masterless.integrations.export.checkpoint import Matrix, Report, group_of, published, scales_of
 from masterless.tensor.quantize import owned_parameters
 from masterless.tensor.quantized import QuantizedTensor
 
 VLLM_GROUPS = (None, 32, 64, 128)
 VLLM_BITS = (4, 8)
+# family -> the name there, and the dtype of the scales where they are not the model's
+FLOATS = {
+    "fp8": ("float-quantized", None),
+    "mxfp8": ("mxfp8-quantized", torch.uint8),
+    "mxfp4": ("mxfp4-pack-quantized", torch.uint8),
+    "nvfp4": ("nvfp4-pack-quantized", torch.float8_e4m3fn),
+}
+
+
+def _family(format: Format) -> str:
+    return format.family.partition("+")[0]
 
 
 def obstacle(name: str, module: nn.Module, q: QuantizedTensor) -> str:
@@ -32,16 +47,18 @@ def obstacle(name: str, module: nn.Module, q: QuantizedTensor) -> str:
         return "its weight is [in, out] (Conv1D) and its scales run along the outputs; there they run along the inputs"
     if isinstance(module, nn.Embedding):
         return "it is an embedding, and servers look for quantized linear layers"
-    if q.format.kind == "codebook" and q.format.family.partition("+")[0] != "fp8":
+    if q.format.kind == "codebook" and _family(q.format) not in FLOATS:
         return f"the format has no grid like '{q.format.family}'"
     if q.dim() not in (2, 3):
         return f"it has {q.dim()} dimensions"
     group = group_of(q)
-    if q.format.kind == "codebook" and group is not None:
+    if _family(q.format) == "fp8" and group is not None:
         return f"fp8 has one scale a row there, and '{q.format}' one for {group} elements; train with 'fp8:row'"
     if group is not None and q.shape[-1] % group:
         return f"a row of {q.shape[-1]} is not a whole number of groups of {group}; choose a group that divides it"
-    if not torch.equal(scales_of(q).to(q.dtype).float(), scales_of(q)):
+    if q.format.fixed and q.dtype != torch.bfloat16:
+        return f"its readers decode '{q.format}' to bfloat16 and the model is {q.dtype}; convert it with .bfloat16()"
+    if not q.format.fixed and not torch.equal(scales_of(q).to(q.dtype).float(), scales_of(q)):
         return f"its scales do not fit the model's {q.dtype}; train with bf16 scales, or export the model in float32"
     return ""
 
@@ -72,11 +89,33 @@ def write(model: Any, folder: Path, report: Report, source: Path | None) -> None
 
 def _parts(matrix: Matrix, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of one matrix."""
+    if matrix.format.fixed:
+        return _parts_of_hardware_format(matrix)
     scales = matrix.scales.to(dtype)
     if matrix.format.kind == "codebook":
         return {"weight": matrix.codes.view(torch.float8_e4m3fn), "weight_scale": scales}
     shape = torch.tensor(matrix.codes.shape, dtype=torch.int64)
     return {"weight_packed": packed(matrix.codes, matrix.format.bits), "weight_scale": scales, "weight_shape": shape}
+
+
+def _parts_of_hardware_format(matrix: Matrix) -> dict[str, Tensor]:
+    format = matrix.format
+    if format.bits == 8:
+        parts = {"weight": matrix.codes.view(torch.float8_e4m3fn)}
+    else:
+        parts = {"weight_packed": pack(matrix.codes.int(), format.bits, adjacent=True)}
+    if not format.two_level:
+        return {**parts, "weight_scale": stored_scale(matrix.scales, format)["scale"]}
+    # The smallest unit in which all scales are E4M3 numbers; a power of two, so that nothing is rounded.
+    _, exponent = torch.frexp(matrix.scales.amax() / 448.0)
+    unit = torch.ldexp(torch.ones(1), exponent)
+    scales = (matrix.scales / unit).to(torch.float8_e4m3fn)
+    if not torch.equal(scales.float() * unit, matrix.scales):
+        raise ValueError(
+            f"the rows of a matrix in format '{format}' have tensor scales too far apart for one of them to serve all: "
+            f"its shards were quantized apart. Export with requantize='{format}'"
+        )
+    return {**parts, "weight_scale": scales, "weight_global_scale": 1.0 / unit}
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
@@ -132,11 +171,13 @@ def _write_config(model: Any, folder: Path, kinds: dict[Any, list[str]], names: 
     single = len(kinds) == 1
     groups = {}
     for i, ((format, group), modules) in enumerate(kinds.items()):
-        fp8 = format.kind == "codebook"
-        how = "float-quantized" if fp8 else "pack-quantized"
+        how, scale = FLOATS.get(_family(format), ("pack-quantized", None))
+        kind = "float" if format.kind == "codebook" else "int"
+        strategy = "channel" if group is None else "tensor_group" if format.two_level else "group"
         weights: dict[str, Any] = {
-            **{"num_bits": format.bits, "type": "float" if fp8 else "int", "symmetric": True, "dynamic": False},
-            **({"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}),
+            **{"num_bits": format.bits, "type": kind, "symmetric": True, "dynamic": False, "strategy": strategy},
+            **({} if group is None else {"group_size": group}),
+            **({} if scale is None else {"scale_dtype": str(scale), "zp_dtype": str(scale)}),
         }
         groups[f"group_{i}"] = {
             **{"targets": ["Linear"] if single else sorted(modules), "format": how, "weights": weights},

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.nn import Parameter
@@ -19,6 +18,7 @@ import masterless as ml
 from masterless.backends.cpu import library as kernels
 from masterless.formats.storage import Storage
 from masterless.lab.bench.step_time import seconds
+from masterless.lab.profile.resident import ProfileError, peak_bytes, reset_peak, resident_bytes
 
 COLUMNS = 1024
 SIZES = (1_000_000, 4_000_000, 16_000_000, 64_000_000, 250_000_000, 500_000_000)
@@ -92,16 +92,9 @@ def _parameter(rows: int, weight: str | None, dtype: torch.dtype) -> Parameter:
 def extra_memory(call: Callable[[], object]) -> int | None:
     """Bytes by which the peak of resident memory during a call exceeds resident memory before it."""
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
-        before = _status("VmRSS")
+        reset_peak()
+        before = resident_bytes()
         call()
-        return max(0, _status("VmHWM") - before)
-    except OSError:
+        return max(0, peak_bytes() - before)
+    except ProfileError:
         return None
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")

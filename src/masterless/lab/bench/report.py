@@ -27,7 +27,7 @@ Table = tuple[list[str], list[list[str]]]  # header, rows
 def machine(peers: Mapping[str, str]) -> dict[str, Any]:
     """What the numbers were measured on; `peers` are the versions of other libraries."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "masterless": __version__,
         "torch": torch.__version__,
@@ -37,7 +37,8 @@ def machine(peers: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """What the system calls the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

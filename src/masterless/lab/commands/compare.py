@@ -27,7 +27,7 @@ from masterless.lab.train.experiment import Experiment, load_results, run_all
 from masterless.lab.train.report import cells, noise_note, write_comparison_report
 from masterless.optim.presets import PRESETS
 
-DEFAULT = "fp32,2-byte,1.3-byte-int4,1-byte-int4,naive-int4"
+DEFAULT = "fp32,2-byte,1.3-byte,2-byte-int4,naive-int4"
 STEPS = 900  # with two seeds as long as one seed of 1500 steps on two cores, and the table shows its own noise
 _NOT_SHARED = set("init vocab optimizer beta1 beta2 step_in_backward save_every keep seed".split())
 SHARED = [n for n, field in FIELDS.items() if n not in _NOT_SHARED and field.metadata["section"] != "formats"]

@@ -42,6 +42,9 @@ def plan(
     include: list[str] | None = typer.Option(  # noqa: B008
         None, help="Also quantize parameters of this name pattern, as quantize_(include=).", show_default=False
     ),
+    whole_model: bool = typer.Option(
+        False, "--whole-model", help="Embeddings and heads quantized too, the loss computed in slices (our presets)."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document, in bytes, instead of tables."),
 ) -> None:
     """Show what training a model takes in bytes, system by system, and what fits."""
@@ -49,7 +52,7 @@ def plan(
         raise ValueError("give either a model (config.json, safetensors file or directory) or --params 7B")
     count = None if params is None else parse_count(params)
     limit = None if memory is None else parse_bytes(memory)
-    settings = Settings(batch, seq_len, checkpointing, shards, dtype, tuple(include or ()))
+    settings = Settings(batch, seq_len, checkpointing, shards, dtype, tuple(include or ()), whole_model)
     model = load_model(source) if source is not None else model_of_size(count or 0)
     made = make_plan(model, settings, tuple(preset or ()))
     advice = None if limit is None else advise(made, limit)
@@ -145,7 +148,8 @@ def _show(plan: Plan, memory: int | None, advice: Advice | None) -> None:
 
 def _table(plan: Plan, columns: list[str], memory: int | None, advice: Advice | None) -> Table:
     per = f"one of {plan.settings.shards} ranks" if plan.settings.shards > 1 else "one device"
-    title = f"{plan.model.name}: {plan.model.numel:,} parameters; GB (10^9 bytes) on {per}"
+    what = ", all quantized" if plan.settings.whole_model else ""
+    title = f"{plan.model.name}: {plan.model.numel:,} parameters{what}; GB (10^9 bytes) on {per}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("system", no_wrap=True)
     for column in ("B/param", *columns):

@@ -1,7 +1,7 @@
 """The Llama architecture, made to be trained in little memory: no logits, one layer's activations at a time.
 
 Names and shapes of parameters are those of Hugging Face's checkpoints, so that a directory of safetensors files loads
-as it is (`masterless.interop.shards`). It covers Llama 2 and 3, TinyLlama, Mistral without its window, and Qwen 3
+as it is (`masterless.interop.shards`). It covers Llama 2 and 3, TinyLlama, Mistral up to its window, and Qwen 3
 (norms of queries and keys), from their ``config.json``.
 """
 
@@ -36,6 +36,7 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
     qk_norm: bool = False
     initializer_range: float = 0.02
+    sliding_window: int | None = None
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> LlamaConfig:
@@ -49,11 +50,15 @@ class LlamaConfig:
             raise ValueError(f"model_type={kind!r}: this model is a Llama; give a config of llama, mistral or qwen3")
         if config.get("attention_bias") or config.get("mlp_bias"):
             raise ValueError("attention_bias or mlp_bias: this model has no biases; give a config without them")
+        rope = config.get("rope_parameters") or {}
+        scaling = config.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
+        if scaling or config.get("hidden_act", "silu") != "silu":
+            what = f"rope_scaling={scaling}" if scaling else f"hidden_act={config['hidden_act']!r}"
+            raise ValueError(f"{what}: this model has plain rotary positions and SiLU; give a config with these")
         heads = config["num_attention_heads"]
         values = {name: config[name] for name in cls.__dataclass_fields__ if config.get(name) is not None}
         values.setdefault("num_key_value_heads", heads)
         values.setdefault("head_dim", config["hidden_size"] // heads)
-        rope = config.get("rope_parameters") or {}
         values.setdefault("rope_theta", rope.get("rope_theta", 10_000.0))
         return cls(**{**values, "qk_norm": kind == "qwen3"})
 
@@ -148,6 +153,12 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """What the output head sees, ``[batch, length, width]``."""
+        window = self.config.sliding_window
+        if window is not None and ids.shape[1] > window:
+            raise ValueError(
+                f"a sequence of {ids.shape[1]} tokens: the model attends to {window} at a time, which this code "
+                f"does not do; shorten the sequence"
+            )
         x = self.embed_tokens(ids)
         cos, sin = rotary_angles(ids.shape[1], self.config.head_dim, self.config.rope_theta, like=x)
         for layer in self.layers:

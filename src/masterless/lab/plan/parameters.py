@@ -77,6 +77,7 @@ class Geometry:
     top_k: int = 0
     moe_ff: int = 0
     shared_ff: int = 0
+    joint_qkv: bool = False  # one product makes q, k and v: what keeps v keeps all three
 
 
 @dataclass(frozen=True)

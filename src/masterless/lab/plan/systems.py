@@ -84,6 +84,8 @@ class System:
         master: whether there is an fp32 copy of every weight.
         experts_only: whether in a model with experts only those are quantized.
         ours: whether it is a preset of this library.
+        vocabulary: format of embeddings and heads where those are quantized, too; None if it cannot.
+        vocabulary_exp_avg_sq: their second moment.
     """
 
     name: str
@@ -96,16 +98,23 @@ class System:
     master: bool = False
     experts_only: bool = False
     ours: bool = False
+    vocabulary: str | None = None
+    vocabulary_exp_avg_sq: str | None = None
 
-    def stored(self, parameter: Parameter, quantized: bool) -> Stored:
-        """How this parameter is stored; `quantized` says what the rules of `quantize_` make of it."""
-        return _stored(self, parameter.shape, quantized and self.weights is not None)
+    def stored(self, parameter: Parameter, quantized: bool, vocabulary: bool = False) -> Stored:
+        """How this parameter is stored.
+
+        `quantized` says what the rules of `quantize_` make of it, `vocabulary` whether it is an embedding or a head.
+        """
+        return _stored(self, parameter.shape, quantized and self.weights is not None, vocabulary)
 
 
 @cache
-def _stored(system: System, shape: tuple[int, ...], quantized: bool) -> Stored:
+def _stored(system: System, shape: tuple[int, ...], quantized: bool, vocabulary: bool) -> Stored:
     weights = system.weights if quantized and system.weights else system.plain
     first, second = system.exp_avg, system.exp_avg_sq
+    if quantized and vocabulary and system.vocabulary is not None:
+        weights, second = system.vocabulary, system.vocabulary_exp_avg_sq or second
     if isinstance(first, PeerState) or isinstance(second, PeerState):
         states = tuple(state if isinstance(state, PeerState) else parse(state) for state in (first, second))
         return Stored(as_weight(weights) if quantized else parse(weights), states)
@@ -130,7 +139,16 @@ def preset_system(name: str, dtype: str = "bf16") -> System:
     plain = dtype if preset.weights else "fp32"
     options = preset.options
     return System(
-        name, preset.summary, preset.weights, plain, plain, options["exp_avg"], options["exp_avg_sq"], ours=True
+        name,
+        preset.summary,
+        preset.weights,
+        plain,
+        plain,
+        options["exp_avg"],
+        options["exp_avg_sq"],
+        ours=True,
+        vocabulary=preset.vocabulary,
+        vocabulary_exp_avg_sq=preset.vocabulary_options.get("exp_avg_sq"),
     )
 
 

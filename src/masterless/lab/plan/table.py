@@ -22,7 +22,8 @@ from masterless.lab.plan.activations import CHECKPOINTING, activation_bytes
 from masterless.lab.plan.parameters import ROOT, Model, Parameter, PlanError
 from masterless.lab.plan.systems import ITEMSIZE, PEERS, System, preset_system, state_bytes, weight_bytes
 from masterless.optim.presets import PRESETS, get_preset
-from masterless.tensor.quantize import too_small, too_thin, why_left
+from masterless.tensor.quantize import VOCABULARY, too_small, too_thin, why_left
+from masterless.tensor.rows import rows_per_slice
 
 MOST_SHARDS = 65_536
 SPARE = 0.05  # of the memory; the device's context and fragmentation take about as much
@@ -39,6 +40,9 @@ class Settings:
         shards: ranks that share the parameters.
         dtype: of what stays dense beside quantized matrices, and of its gradients.
         include: patterns of names that are quantized though the default would not, as in `quantize_`.
+        whole_model: our presets also quantize embeddings and heads and compute the loss in slices of the vocabulary, as
+            ``prepare(whole_model=True)`` and `linear_cross_entropy` do. Other systems stay what they are.
+        fused: whether norms and the like are fused kernels, as on a GPU; torch on a CPU keeps more (`activations`).
     """
 
     batch: int = 1
@@ -47,6 +51,8 @@ class Settings:
     shards: int = 1
     dtype: str = "bf16"
     include: tuple[str, ...] = ()
+    whole_model: bool = False
+    fused: bool = True
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq_len", "shards"):
@@ -125,13 +131,20 @@ def make_plan(model: Model, settings: Settings | None = None, presets: Sequence[
     reasons = [why_dense(p, settings.include) for p in model.parameters]
     left: dict[str, int] = {}
     for p, reason in zip(model.parameters, reasons, strict=True):
-        if reason:
+        if reason and not (settings.whole_model and reason in VOCABULARY):
             left[reason] = left.get(reason, 0) + p.numel
     tokens = settings.batch * settings.seq_len
     geometry = model.geometry
-    activations = None if geometry is None else activation_bytes(geometry, tokens, settings.checkpointing)
-    rows = tuple(_row(system, model, reasons, settings.shards, activations) for system in systems)
-    return Plan(model, settings, rows, model.numel - sum(left.values()), left)
+
+    def row(system: System) -> Row:
+        activations, whole = None, settings.whole_model and system.vocabulary is not None
+        if geometry is not None:
+            activations = activation_bytes(
+                geometry, tokens, settings.checkpointing, fused=settings.fused, sliced_head=whole
+            )
+        return _row(system, model, reasons, settings.shards, activations, whole)
+
+    return Plan(model, settings, tuple(map(row, systems)), model.numel - sum(left.values()), left)
 
 
 def why_dense(parameter: Parameter, include: Iterable[str] = ()) -> str:
@@ -149,7 +162,9 @@ def shard_shape(shape: tuple[int, ...], shards: int, rank: int = 0) -> tuple[int
     return (max(0, min(chunk, shape[0] - rank * chunk)), *shape[1:])
 
 
-def _row(system: System, model: Model, reasons: Sequence[str], shards: int, activations: int | None) -> Row:
+def _row(
+    system: System, model: Model, reasons: Sequence[str], shards: int, activations: int | None, whole_model: bool
+) -> Row:
     weights = master = states = whole = 0
     shard_gradients: dict[int, int] = {}
     gathered: dict[int, int] = {}
@@ -158,8 +173,9 @@ def _row(system: System, model: Model, reasons: Sequence[str], shards: int, acti
     experts = any("experts" in p.name for p in model.parameters)
     itemsize = ITEMSIZE[system.gradients]
     for p, reason in zip(model.parameters, reasons, strict=True):
+        vocabulary = whole_model and reason in VOCABULARY and not too_small(p.shape)
         quantized = not reason and not (system.experts_only and experts and "expert" not in p.name)
-        stored = system.stored(p, quantized)
+        stored = system.stored(p, quantized or vocabulary, vocabulary)
         local = shard_shape(p.shape, shards)
         weight, hidden_master, visible = weight_bytes(stored.weight, local)
         elements = math.prod(p.shape)
@@ -172,12 +188,14 @@ def _row(system: System, model: Model, reasons: Sequence[str], shards: int, acti
         gradients[p.unit] = gradients.get(p.unit, 0) + itemsize * p.numel
         shard_gradients[p.unit] = shard_gradients.get(p.unit, 0) + itemsize * p.count * math.prod(local)
         gathered[p.unit] = gathered.get(p.unit, 0) + p.count * visible  # one rank's part
-        if p.tied:
+        slices = vocabulary and shards == 1  # decoded, and stepped, in slices; a slice of a gradient is fp32
+        at_once = min(elements, rows_per_slice(p.shape[-1]) * p.shape[-1]) if slices else elements
+        if p.tied and not slices:
             tied = max(tied, itemsize * elements)
         else:
-            largest = max(largest, itemsize * elements)
+            largest = max(largest, (4 if slices else itemsize) * at_once)
         if stored.weight.scaled:
-            decoded = max(decoded, 2 * elements)
+            decoded = max(decoded, 2 * at_once)
         elif stored.weight.kind == "float32" and len(p.shape) >= 2 and (p.layer != "embedding" or p.tied):
             casts += 2 * p.numel
     if shards == 1:

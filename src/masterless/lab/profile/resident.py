@@ -36,6 +36,7 @@ class Phase:
     after: int
     peak: int
     seconds: float
+    began: float = 0.0  # seconds after the recorder was made
 
 
 def _field(name: str) -> int:
@@ -51,6 +52,19 @@ def _field(name: str) -> int:
 def resident_bytes() -> int:
     """Bytes of this process that are in memory now."""
     return _field("VmRSS")
+
+
+def peak_bytes() -> int:
+    """The most that has been in memory since `reset_peak`."""
+    return _field("VmHWM")
+
+
+def reset_peak() -> None:
+    """Lets the peak start again from what is in memory now."""
+    try:
+        _CLEAR.write_text(_RESET_PEAK)
+    except OSError as error:
+        raise ProfileError(f"the peak of a phase needs a writable {_CLEAR} ({error}); measure on Linux") from error
 
 
 def return_freed_memory(threshold: int = 1 << 20) -> bool:
@@ -95,15 +109,13 @@ class Recorder:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measures what happens inside; a name may come several times. Phases do not nest."""
-        try:
-            _CLEAR.write_text(_RESET_PEAK)
-        except OSError as error:
-            raise ProfileError(f"the peak of a phase needs a writable {_CLEAR} ({error}); measure on Linux") from error
-        before, began = resident_bytes(), time.perf_counter()
+        reset_peak()
+        before, began = resident_bytes(), self.elapsed
         try:
             yield
         finally:
-            self.phases.append(Phase(name, before, resident_bytes(), _field("VmHWM"), time.perf_counter() - began))
+            seconds = self.elapsed - began
+            self.phases.append(Phase(name, before, resident_bytes(), peak_bytes(), seconds, began))
 
     def __enter__(self) -> Recorder:
         self._thread = threading.Thread(target=self._sample, daemon=True)

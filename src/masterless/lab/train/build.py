@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -17,7 +17,7 @@ from masterless.insight.memory import measure, predict_optimizer
 from masterless.interop.files import reason_of
 from masterless.lab.models import GPT, GPTConfig
 from masterless.optim import LowBitOptimizer
-from masterless.tensor.quantize import quantize_
+from masterless.tensor.build import build_quantized
 from masterless.tensor.state import joined, load_rounded_
 
 from .config import ConfigError, RunConfig
@@ -78,11 +78,16 @@ def assemble(
     `weights` is the format of the inner matrices (None and "fp32" leave the model as it is, "bf16" casts all of it),
     `optimizer` the name of a class of `masterless` with its `options`; `prepare` is called before that is built.
     """
-    model = GPT(shape, torch.Generator().manual_seed(seed))
-    if weights == "bf16":
-        model.bfloat16()
-    elif weights not in (None, "fp32"):
-        quantize_(model, weights)
+
+    def make() -> GPT:
+        return GPT(shape, torch.Generator().manual_seed(seed))
+
+    if weights in (None, "fp32"):
+        model = make()
+    elif weights == "bf16":
+        model = make().bfloat16()
+    else:
+        model = cast(GPT, build_quantized(make, weights)[0])
     prepare(model)
     kind: Any = getattr(masterless, optimizer)
     return model, kind(model.named_parameters(), seed=seed, **options)
