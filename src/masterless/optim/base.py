@@ -14,7 +14,7 @@ import difflib
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +36,7 @@ from masterless.step.rules import Rule
 from masterless.tensor.quantized import local_bytes, local_of, weight_storage
 
 
-class LowBitOptimizer(Optimizer):
+class LowBitOptimizer(compiled.StepOperator, Optimizer):
     """Base of the optimizers: a subclass declares its rule and its defaults.
 
     Attributes:
@@ -301,16 +301,6 @@ class LowBitOptimizer(Optimizer):
             self.step_parameters(members)
         return loss
 
-    def step_on(self, grads: Sequence[Tensor | None]) -> None:
-        """Performs one step on these gradients, one for each parameter in order; `.grad` is neither read nor written.
-
-        The same step as `step`, as one operator of torch: a function that computes a loss, ``torch.autograd.grad`` and
-        this compiles as a whole (`masterless.optim.compiled`).
-        """
-        given = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
-        chosen = [grad for _, grad in given]
-        torch.ops.masterless.step(chosen, [i for i, _ in given], self.turns, self.number)
-
     @torch.no_grad()
     def step_parameters(self, parameters: Iterable[Member]) -> None:
         """Steps some of the parameters, given as `parameters` yields them; those without a gradient stay."""
@@ -318,10 +308,7 @@ class LowBitOptimizer(Optimizer):
         self._report(self.plan.step(self, list(parameters)))
 
     def synchronize(self) -> None:
-        """Waits for the last step on a device that runs behind, and raises or counts what was not finite in it.
-
-        On the CPU there is nothing to wait for. `step`, `state_dict` and `reset_state` call it first.
-        """
+        """Waits for the last step on a device that runs behind, and raises or counts what was not finite in it."""
         self._report(self.plan.settle())
 
     def _report(self, bad: Iterable[tuple[Member, int]]) -> None:

@@ -58,3 +58,20 @@ def step(grads: Sequence[Tensor], which: Sequence[int], turns: Tensor, optimizer
 @step.register_fake
 def _(grads: Sequence[Tensor], which: Sequence[int], turns: Tensor, optimizer: int) -> None:
     return None
+
+
+class StepOperator:
+    """What an optimizer has of the operator: its number, a counter, and the call."""
+
+    number: int
+    turns: Tensor
+
+    def step_on(self, grads: Sequence[Tensor | None]) -> None:
+        """Performs one step on these gradients, one for each parameter in order; `.grad` is neither read nor written.
+
+        The same step as `step`, as one operator of torch: a function that computes a loss, ``torch.autograd.grad`` and
+        this compiles as a whole (`masterless.optim.compiled`).
+        """
+        given = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
+        chosen = [grad for _, grad in given]
+        torch.ops.masterless.step(chosen, [i for i, _ in given], self.turns, self.number)

@@ -146,6 +146,7 @@ class TritonBackend:
         """The stored values as fp32, or as bf16 (rounded to nearest even), in the tensor's shape."""
         if dtype not in _DTYPES or missing() or not storage.format.scaled:
             return dispatch.reference().decode(storage, dtype, visible)
+        visible = visible and not storage.format.shown
         device = storage.tensors["codes"].device
         out = torch.empty(storage.shape, dtype=dtype, device=device)
         if out.numel() == 0:

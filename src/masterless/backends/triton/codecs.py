@@ -153,7 +153,8 @@ def _table_codes(t, word, s, CODEC: tl.constexpr):
     levels = pointer(s[4], tl.float32, False)
     codes = pointer(s[4], tl.int32, False) + TABLE
     index = tl.zeros_like(float_bits(t))
-    for k in tl.static_range(CODEC.bits):
+    bits: tl.constexpr = CODEC.bits
+    for k in tl.static_range(bits):
         further = index + (1 << (CODEC.bits - 1 - k))
         index = tl.where(tl.load(levels + further) <= t, further, index)
     index = tl.minimum(index, CODEC.levels - 2)

@@ -244,12 +244,16 @@ def step_tiles(record, found, place, cols, c, STEP: tl.constexpr):
     w_at, m_at, v_at = storage(record, WEIGHT), storage(record, FIRST), storage(record, SECOND)
     g = load_gradient(record, geometry, cols, STEP)
     target, m, v = advance(record, w_at, m_at, v_at, g, geometry, cols, c, STEP)
-    bad_tile = tile_peak(g, geometry, STEP) > LARGEST_ROOT_BITS
-    failed = bad_tile | (tile_peak(target, geometry, STEP) >= INFINITE_BITS)
+    failed = tile_peak(target, geometry, STEP) >= INFINITE_BITS
+    lost_only = failed
+    if not STEP.indivisible:  # of those the survey has seen every gradient
+        bad_tile = tile_peak(g, geometry, STEP) > LARGEST_ROOT_BITS
+        lost_only, failed = failed & ~bad_tile, failed | bad_tile
     if tl.max(failed.to(tl.int32), axis=0) != 0:
-        there = present_elements(geometry, STEP.ragged)
-        lost = (magnitude_bits(target) >= INFINITE_BITS) & ~bad_tile[:, None, None, None]
-        tl.atomic_add(found, count((bad_gradients(g) | lost) & there))
+        found_here = (magnitude_bits(target) >= INFINITE_BITS) & lost_only[:, None, None, None]
+        if not STEP.indivisible:
+            found_here = found_here | bad_gradients(g)
+        tl.atomic_add(found, count(found_here & present_elements(geometry, STEP.ragged)))
     allowed = geometry[3] & ~failed
 
     word = random_words(record, WEIGHT_KEY, geometry, cols, STEP.weight)
