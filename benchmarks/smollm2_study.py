@@ -37,7 +37,7 @@ LEANER = {**LEAN, "gradient_checkpointing": True}
 def jobs() -> list[Job]:
     """What decides comes first: fp32, an 8-bit and an INT4 recipe, starts, memory; then rates, seeds, other presets."""
     runs = [(FP32, 2e-4, 0), (TWO, 2e-4, 0), (INT4, 2e-4, 0)]
-    runs += [(options, lr, 0) for lr in (4e-4, 1e-4) for options in (INT4, FP32, TWO)]
+    runs += [(options, lr, 0) for lr in (1e-4, 4e-4) for options in (INT4, FP32, TWO)]
     runs += [(options, 2e-4, 1) for options in (FP32, TWO, INT4)]
     runs += [(options, 2e-4, 0) for options in OTHERS]
     trained: list[Job] = [{**options, "lr": lr, "seed": seed, **TRAIN} for options, lr, seed in runs]
