@@ -118,7 +118,7 @@ def test_injected_residue(format):
     assert last(monitor, "exp_avg", "weight")["predicted"] is None  # no average of gradients any more
 
 
-def test_clipping_below_a_log_code_and_beyond_an_asymmetric_one():
+def test_clipping_below_a_log_code_and_nowhere_in_an_asymmetric_one():
     p, opt = stepped(
         ml.AdamW,
         (1, 64),
@@ -129,12 +129,12 @@ def test_clipping_below_a_log_code_and_beyond_an_asymmetric_one():
         backend="reference",
     )
     opt.reset_state(states="all")
-    # The signed dynamic map has no -1: where -1 is the block's largest, it is cut to -0.8875 of the scale.
+    # The signed dynamic map ends at -0.8875: a block whose largest number is negative has a larger scale.
     g = -torch.ones(1, 64)
     g[0, :16] = -0.01
     with Monitor(opt, every=1) as monitor:
         step(opt, p, g)
-    assert last(monitor, "exp_avg")["clipped"] == 0.75
+    assert last(monitor, "exp_avg")["clipped"] == 0.0
     assert last(monitor, "exp_avg_sq")["clipped"] == 0.0
     # Below the lowest level of the log code: 8 lanes would need 128 elements; 64 have 4, whose smallest minima decide.
     g = torch.ones(1, 64)
@@ -191,17 +191,17 @@ PREDICTED = [  # format, rounding, and how far the share of stalled codes may be
     ("fp4", "nearest", 0.03),
     # A block's scale still moves after 100 steps. Values then lie between the levels of the new grid: rounded to
     # nearest they go back to their code, dithered they may not. The model's grid stands still.
-    ("fp8", "stochastic", 0.06),
+    ("fp8", "stochastic", 0.08),
     ("log2", "stochastic-log", 0.03),
-    ("log4", "stochastic", 0.1),
+    ("log4", "stochastic", 0.11),
 ]
 
 
 @pytest.mark.parametrize(("format", "rounding", "margin"), PREDICTED)
 def test_measured_is_predicted_for_gaussian_gradients(format, rounding, margin):
     # Rows of equal sigma, sigmas spread over binades.
-    shape = (64, 128)
-    sigma = 4 ** normal((64, 1), 5)
+    shape = (512, 128)  # blocks whose scale moved change together: few of them would be noise
+    sigma = 4 ** normal((512, 1), 5)
     p = torch.nn.Parameter(torch.zeros(shape))
     opt = ml.AdamW([("w", p)], exp_avg="bf16", exp_avg_sq=format, rounding=rounding, backend="reference")
     with Monitor(opt, every=40, histogram=False) as monitor:
