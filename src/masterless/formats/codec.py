@@ -113,7 +113,7 @@ def block_peak(x: Tensor, format: Format) -> Tensor:
 def _round_e4m3_up(scale: Tensor, unit: Tensor) -> Tensor:
     q = torch.where(scale > 0, (scale / unit).clamp(min=_E4M3_STEP), 0.0)
     normal = bits_float((float_bits(q) + 0xFFFFF) & ~0xFFFFF)
-    small = (q / _E4M3_STEP).ceil() * _E4M3_STEP
+    small = (q * (1 / _E4M3_STEP)).ceil() * _E4M3_STEP
     return torch.where(q < _E4M3_NORMAL, small, normal).clamp(max=_E4M3_LARGEST) * unit
 
 
@@ -146,7 +146,7 @@ def stored_scale(scale: Tensor, format: Format, tensor_scale: Tensor | None = No
         return {"scale": (float_bits(scale) >> 23).to(torch.uint8)}
     if tensor_scale is not None:
         q = scale / tensor_scale
-        codes = torch.where(q < _E4M3_NORMAL, (q / _E4M3_STEP).to(torch.int64), (float_bits(q) >> 20) - _E4M3_SHIFT)
+        codes = torch.where(q < _E4M3_NORMAL, (q * (1 / _E4M3_STEP)).to(torch.int64), (float_bits(q) >> 20) - _E4M3_SHIFT)
         return {"scale": codes.to(torch.uint8), "tensor_scale": tensor_scale}
     return {"scale": scale.to(torch.bfloat16)}
 
