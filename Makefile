@@ -37,7 +37,7 @@ dist: setup                ## sdist and wheel, each installed into an environmen
 	$(BIN)/python tools/check_dist.py
 
 test: $(EXTRAS) $(PEERS) lint  ## linters, then every test, also those against other libraries and Triton
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile   # a thread each: more would only wait for each other
 
 gpu-check: $(EXTRAS)       ## the GPU kernels in Triton's interpreter over many more random cases (about half an hour)
 	$(BIN)/python tests/triton_worker.py sweep 60
