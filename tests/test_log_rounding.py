@@ -17,8 +17,8 @@ import log_rounding
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(log_rounding, "ROWS", 4)
-    monkeypatch.setattr(log_rounding, "COLS", 256)
+    monkeypatch.setattr(log_rounding, "ROWS", 8)
+    monkeypatch.setattr(log_rounding, "COLS", 512)
 
 
 def factor(name, rounding, beta2, spread):

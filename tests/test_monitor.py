@@ -98,6 +98,7 @@ def test_lost_updates():
 
 @pytest.mark.parametrize("format", ["int4", "fp8", "int4+2"])
 def test_injected_residue(format):
+    torch.manual_seed(0)
     layer = torch.nn.Linear(128, 8, bias=False)
     ml.quantize_(layer, format, include=["weight"])
     options = {"lr": 1e-3, "exp_avg": "fp32", "exp_avg_sq": "fp32", "backend": "reference"}

@@ -122,7 +122,7 @@ def test_the_table_and_the_advice():
     assert "8,030,261,248 parameters" in result.output
     assert all(name in result.output for name in (*PRESETS, "torch AdamW", "bitsandbytes 8-bit", "torchao 4-bit"))
     assert "-> take preset 2.3-byte and step_in_backward" in result.output
-    assert "leaves only 0.13 GB" in result.output and "(preset 2-byte leaves 5% and more)" in result.output
+    assert "leaves only 0.13 GB" in result.output and "(preset 2.1-byte-int4-32 leaves 5% and more)" in result.output
 
 
 def test_json_is_the_plan():

@@ -285,7 +285,7 @@ def test_moe_from_a_checkpoint_with_steps_in_backward(finished, text, tmp_path):
     loss = lines_of(finished[1])[-1]["validation_loss"]
     assert lines_of(done)[-1]["validation_loss"] == pytest.approx(loss, abs=0.3)
     stored = read_toml(out / "config.toml")
-    assert stored["width"] == 32 and stored["seq_len"] == 32 and stored["weights"] == "fp8"
+    assert stored["width"] == 32 and stored["seq_len"] == 32 and stored["weights"] == "int8"
     moe = run(
         "train", "--data", text, "--out", tmp_path / "moe", "--experts", 4, "--accumulate", 2, "--steps", 4, *TINY
     )

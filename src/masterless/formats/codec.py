@@ -146,7 +146,9 @@ def stored_scale(scale: Tensor, format: Format, tensor_scale: Tensor | None = No
         return {"scale": (float_bits(scale) >> 23).to(torch.uint8)}
     if tensor_scale is not None:
         q = scale / tensor_scale
-        codes = torch.where(q < _E4M3_NORMAL, (q * (1 / _E4M3_STEP)).to(torch.int64), (float_bits(q) >> 20) - _E4M3_SHIFT)
+        codes = torch.where(
+            q < _E4M3_NORMAL, (q * (1 / _E4M3_STEP)).to(torch.int64), (float_bits(q) >> 20) - _E4M3_SHIFT
+        )
         return {"scale": codes.to(torch.uint8), "tensor_scale": tensor_scale}
     return {"scale": scale.to(torch.bfloat16)}
 
