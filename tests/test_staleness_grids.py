@@ -81,9 +81,7 @@ def test_first_moment_on_the_levels_of_a_block(name, rounding, snr):
     format = parse(f"{name}:128:fp32")
     measured = stays_stored(m, beta, lambda: snr + rng.standard_normal(m.shape), format, keys).mean()
     p = stall_probability(grid, beta, rounding, moment="first", snr=snr)
-    # The formula has the median of the block's maximum only. It does not know that blocks of an asymmetric map have a
-    # larger scale where their largest number is negative.
-    assert measured == pytest.approx(p, abs=0.01 if name.startswith("int") else 0.02)
+    assert measured == pytest.approx(p, abs=0.01)  # the formula has the median of the block's maximum only
 
 
 def minifloat(exponent_bits, fraction_bits):

@@ -319,12 +319,15 @@ def _first(grid: Grid, beta: float, snr: float, mean: float, sd: float, rounding
 
 def _first_on_levels(grid: Grid, beta: float, snr: float, mean: float, sd: float, rounding: str) -> float:
     """Stall probability of a first moment m ~ N(mean, sd^2) on the levels of a block of 128 such m."""
-    low, high = 0.0, abs(mean) + 10 * sd  # bisect the median of the block's largest |m|
+    levels = np.array(grid.levels)
+    # A negative number counts for more in a block's scale where the levels do not reach as far on that side.
+    reach = min(1.0, -levels[0] / levels[-1])
+    low, high = 0.0, abs(mean) + 10 * sd  # bisect the median of what decides the block's scale
     law = NormalDist(mean, sd)
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if law.cdf(middle) - law.cdf(-middle) < _LARGEST else (low, middle)
-    levels = np.array(grid.levels) * high / np.abs(grid.levels).max()
+        low, high = (middle, high) if law.cdf(middle) - law.cdf(-reach * middle) < _LARGEST else (low, middle)
+    levels *= high / np.abs(levels).max()
     # A map saturates beyond its ends: as if the next level were so far away that nothing is rounded to it.
     padded = np.concatenate(([levels[0] - 1e9], levels, [levels[-1] + 1e9]))
 
