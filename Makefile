@@ -6,9 +6,10 @@ STAMP  := $(VENV)/.installed
 PEERS  := $(VENV)/.peers
 EXTRAS := $(VENV)/.extras
 INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check
+DRAWN := $(shell grep -l hypothesis tests/test_*.py)
 SOURCES := $(wildcard csrc/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: setup demo test lint bench study seven-billion docs dist gpu-check clean help
+.PHONY: setup demo test lint bench study seven-billion docs dist explore gpu-check clean help
 
 help:                      ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -38,6 +39,10 @@ dist: setup                ## sdist and wheel, each installed into an environmen
 
 test: $(EXTRAS) $(PEERS) lint  ## linters, then every test, also those against other libraries and Triton
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile   # a thread each: more would only wait for each other
+
+explore: $(EXTRAS)         ## the tests that draw their cases, with new draws, ten times over (about 20 minutes)
+	for i in 1 2 3 4 5 6 7 8 9 10; do HYPOTHESIS_PROFILE=explore OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -q $(DRAWN) || exit 1; done
 
 gpu-check: $(EXTRAS)       ## the GPU kernels in Triton's interpreter over many more random cases (about half an hour)
 	$(BIN)/python tests/triton_worker.py sweep 60

@@ -1,5 +1,6 @@
 """The benchmark: its document, what it refuses, what it says of other libraries. No test here looks at a time."""
 
+import gc
 import importlib.util
 import json
 import os
@@ -201,6 +202,24 @@ def test_a_step_takes_no_more_extra_memory_than_a_mebibyte_a_thread():
 def test_extra_memory_sees_what_a_call_takes_and_gives_back():
     taken = growth.extra_memory(lambda: torch.ones(1 << 24).sum())
     assert taken >= 0.98 * (1 << 26)  # Linux counts resident pages in batches
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux")
+def test_garbage_of_others_does_not_hide_what_a_call_takes():
+    class Node:
+        def __init__(self):
+            self.me, self.tensor = self, torch.ones(1 << 24)
+
+    def call():
+        gc.collect()  # as Python may do at any time
+        return torch.ones(1 << 24).sum()
+
+    gc.disable()
+    try:
+        Node()
+        assert growth.extra_memory(call) >= 0.98 * (1 << 26)
+    finally:
+        gc.enable()
 
 
 @needs_kernel

@@ -169,10 +169,13 @@ def test_other_granularities(name, granularity):
 @given(
     shape=st.lists(st.integers(1, 9), max_size=4).map(tuple),
     last=st.integers(1, 200),
-    name=st.sampled_from(ELEMENTWISE),
+    name=st.sampled_from([n for n in ELEMENTWISE if not parse(n).two_level]),
 )
 def test_a_shard_of_slices_is_a_slice_of_the_whole(shape, last, name):
-    """Any split along dimension 0 gives the same stored tensors as the whole, cut at the same place."""
+    """Any split along dimension 0 gives the same stored tensors as the whole, cut at the same place.
+
+    A scale of the whole tensor (nvfp4) is found before the tensor is cut, and held by every part: test_microscaling.
+    """
     shape = (*shape, last)
     fmt = parse(name)
     if len(shape) < 2:

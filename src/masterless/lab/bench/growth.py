@@ -8,6 +8,7 @@ Contract:
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -91,6 +92,7 @@ def _parameter(rows: int, weight: str | None, dtype: torch.dtype) -> Parameter:
 
 def extra_memory(call: Callable[[], object]) -> int | None:
     """Bytes by which the peak of resident memory during a call exceeds resident memory before it."""
+    gc.collect()  # garbage that went in the middle of the call would hide what the call takes
     try:
         reset_peak()
         before = resident_bytes()
