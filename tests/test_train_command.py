@@ -17,6 +17,7 @@ from train_runs import TINY, command, differences, interrupt, run
 
 from masterless.lab.train import run_files as checkpoints
 from masterless.lab.train.config import FIELDS, ConfigError, RunConfig, read_toml, resolve, to_toml
+from masterless.tensor.state import joined
 
 
 @pytest.fixture
@@ -191,7 +192,8 @@ BAD = {
     "heads": (["--heads", "3"], "n_head=3"),
     "no such flag": (["--stepz", "3"], "--stepz"),
     "not a number": (["--steps", "many"], "'--steps'"),
-    "accumulation": (["--step-in-backward", "--accumulate", "2"], "accumulate=2"),
+    "nothing hidden": (["--show-hidden", "0.5"], "have no hidden bits to show; pass --weights int4+4"),
+    "hidden for ever": (["--show-hidden", "1", "--weights", "int4+4"], "show-hidden=1.0"),
     "missing config": (["--config", "{dir}/none.toml"], "no such file"),
     "broken config": (["--config", "{dir}/broken.toml"], "not valid TOML"),
     "typo in config": (["--config", "{dir}/typo.toml"], "did you mean 'steps'"),
@@ -291,6 +293,27 @@ def test_moe_from_a_checkpoint_with_steps_in_backward(finished, text, tmp_path):
     )
     assert moe.returncode == 0, moe.stderr
     assert "4 experts" in moe.stdout and "step 4/4" in moe.stdout and "bytes/parameter" in moe.stdout
+
+
+def test_int4_for_the_last_half_accumulated_in_backward_and_resumed(text, tmp_path):
+    """The forward pass sees all eight bits first; a run resumed before or after that ends is the uninterrupted one."""
+    out = tmp_path / "run"
+    flags = ["--preset", "2-byte-int4", "--show-hidden", 0.5, "--step-in-backward", "--accumulate", 2, "--keep", 4]
+    done = run("train", "--data", text, "--out", out, "--steps", 8, "--save-every", 2, *flags, *TINY)
+    assert done.returncode == 0, done.stderr
+    metrics = (out / "metrics.jsonl").read_bytes()
+    formats = {
+        step: {str(p.format) for p in joined(content["model"]).values() if hasattr(p, "stored")}
+        for step in (2, 4, 6, 8)
+        for content in [checkpoints.read_checkpoint(out / "checkpoints" / f"step-{step:08}.pt")]
+    }
+    assert formats == {2: {"int4++4"}, 4: {"int4++4"}, 6: {"int4+4"}, 8: {"int4+4"}}
+    for step in (2, 4, 6):
+        again = copied(out, tmp_path / f"from {step}")
+        done = run("train", "--resume", again, "--from-step", step)
+        assert done.returncode == 0, done.stderr
+        assert (again / "metrics.jsonl").read_bytes() == metrics
+        assert differences(again, out, 8) == []
 
 
 def test_bpe(text, tmp_path, cli):

@@ -30,7 +30,7 @@ import masterless
 from masterless.distributed import checkpoint
 from masterless.distributed.ddp import replicate
 from masterless.lab.models import GPT
-from masterless.lab.train.build import build, build_corpus, build_settings
+from masterless.lab.train.build import build, build_corpus, build_settings, build_stepper
 from masterless.lab.train.config import ConfigError, RunConfig, resolve
 from masterless.lab.train.corpus import Corpus
 from masterless.lab.train.loop import StepReport, train
@@ -45,7 +45,6 @@ from masterless.lab.train.run_files import (
     RunFolder,
     write_text,
 )
-from masterless.optim.backward import step_in_backward
 from masterless.tensor.quantized import local_bytes
 
 MODES = ("ddp", "fsdp")
@@ -144,6 +143,12 @@ class _Begun:
         world = dist.get_world_size()
         if config.batch % world:
             raise ValueError(f"--batch {config.batch}: {world} ranks cannot share it evenly; use a multiple of {world}")
+        if config.show_hidden:
+            raise ConfigError(
+                f"show-hidden={config.show_hidden:g}: not with --parallel, FSDP2 keeps buffers of what it gathers; "
+                f"train the first part with --weights {str(config.weights).replace('+', '++')} and the rest from it "
+                f"with --init"
+            )
         if dist.get_rank() == 0:
             self.held = RunFolder.hold(folder) if resumed else RunFolder.claim(folder)
         if resumed and (folder / CHECKPOINTS).exists():
@@ -184,8 +189,7 @@ def _run(mode: str, config: RunConfig, folder: Path, resumed: bool, trust: bool)
             begun.held.abandon()
         raise
     corpus, model, optimizer = built
-    clip = config.clip or None
-    stepper = step_in_backward(parallel[0], optimizer, clip_norm=clip) if config.step_in_backward else None
+    stepper = build_stepper(config, parallel[0], optimizer)
     start = {"step": 0, "metrics_bytes": 0}
     if begun.found is not None:
         start = checkpoint.load(begun.found, model, optimizer, trust=trust)

@@ -107,6 +107,8 @@ def plan_experiments(config: RunConfig, names: Sequence[str], seeds: int) -> tup
     settings = dataclasses.asdict(build_settings(config))
     for unused in ("seed", "betas"):
         del settings[unused]
+    if not config.show_hidden:
+        del settings["show_hidden"]  # runs that were finished before there was this option stay known
     model = model_options(config)
     data: dict[str, Any] = {}
     corpus = build_corpus(config)

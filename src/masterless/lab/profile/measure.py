@@ -10,10 +10,9 @@ from torch import nn
 from masterless.insight.memory import measure
 from masterless.lab.profile.predict import Prediction, predict_step
 from masterless.lab.profile.resident import Recorder, resident_bytes, return_freed_memory
-from masterless.lab.train.build import build, build_corpus
+from masterless.lab.train.build import build, build_corpus, build_stepper
 from masterless.lab.train.config import RunConfig
 from masterless.lab.train.corpus import batch
-from masterless.optim.backward import step_in_backward
 from masterless.optim.presets import prepare
 
 
@@ -63,16 +62,18 @@ def profile_step(config: RunConfig, steps: int = 2) -> Profile:
             built = build(config, corpus)
         model, optimizer = built.model, built.optimizer
         tokens = config.batch * config.seq_len
-        predicted = predict_step(model, optimizer, tokens, config.step_in_backward)
+        predicted = predict_step(model, optimizer, tokens, config.step_in_backward, config.accumulate)
         clip = config.clip or None
-        stepper = step_in_backward(model, optimizer, clip_norm=clip) if config.step_in_backward else None
-        for step in range(steps):
-            inputs, targets = batch(corpus.train, config.seed, step, config.batch, config.seq_len)
+        stepper = build_stepper(config, model, optimizer)
+        for part in range(steps * config.accumulate):
+            inputs, targets = batch(corpus.train, config.seed, part, config.batch, config.seq_len)
             with recorder.phase("forward"):
                 output = model(inputs, targets)
             with recorder.phase("backward"):
-                output[1].backward()
+                (output[1] / config.accumulate).backward()
             del output
+            if (part + 1) % config.accumulate:
+                continue
             with recorder.phase("step"):
                 if clip is not None and stepper is None:
                     nn.utils.clip_grad_norm_(model.parameters(), clip)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from masterless.formats import parse
+from masterless.formats.storage import predicted_bytes
 from masterless.insight.memory import predict_optimizer
 from masterless.lab.models import GPT
 from masterless.lab.plan.activations import head_bytes, layer_bytes, padding
@@ -76,8 +78,10 @@ def geometry_of(model: GPT) -> Geometry:
     )
 
 
-def predict_step(model: GPT, optimizer: LowBitOptimizer, tokens: int, in_backward: bool) -> Prediction:
-    """The peaks of one training step over so many tokens."""
+def predict_step(
+    model: GPT, optimizer: LowBitOptimizer, tokens: int, in_backward: bool, accumulate: int = 1
+) -> Prediction:
+    """The peaks of one training step over so many tokens, `accumulate` times."""
     g = geometry_of(model)
     parts = predict_optimizer(optimizer).values()
     weights, states = sum(p.weights for p in parts), sum(p.states for p in parts)
@@ -89,7 +93,8 @@ def predict_step(model: GPT, optimizer: LowBitOptimizer, tokens: int, in_backwar
     norm = tokens * head_bytes(g, fused=False, compute=_FP32) - 3 * logits
     wide = round(padding(g) * g.top_k * g.moe_ff) if g.moe_layers else g.ff
     flowing = (3 if g.moe_layers else 2) * tokens * wide * _FP32  # batched products copy one of them
-    static = weights + states
+    buffers = sum(predicted_bytes(parse("int8"), p.shape) for p in model.parameters())  # of `step_in_backward`
+    static = weights + states + (buffers if in_backward and accumulate > 1 else 0)
     forward = static + layers + norm + 2 * logits + decoded
     if in_backward:
         backward = static + layers + norm + max(3 * logits, logits + flowing + decoded + max(sizes))

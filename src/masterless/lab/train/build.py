@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import nn
 
 import masterless
 from masterless.insight.memory import measure, predict_optimizer
 from masterless.interop.files import reason_of
 from masterless.lab.models import GPT, GPTConfig
 from masterless.optim import LowBitOptimizer
+from masterless.optim.backward import BackwardStepper, step_in_backward
 from masterless.tensor.build import build_quantized
 from masterless.tensor.state import joined, load_rounded_
 
@@ -151,7 +153,15 @@ def build_settings(config: RunConfig) -> TrainSettings:
         eval_every=config.eval_every,
         eval_batches=config.eval_batches,
         accumulate=config.accumulate,
+        show_hidden=config.show_hidden,
     )
+
+
+def build_stepper(config: RunConfig, model: nn.Module, optimizer: LowBitOptimizer) -> BackwardStepper | None:
+    """What steps in the backward pass, if the configuration asks for it."""
+    if not config.step_in_backward:
+        return None
+    return step_in_backward(model, optimizer, clip_norm=config.clip or None, accumulate=config.accumulate)
 
 
 def load_initial(model: GPT, path: Path) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from masterless.formats import parse
 from masterless.interop.files import FileError, read_bytes, reason_of
 from masterless.optim.presets import get_preset
 
@@ -57,6 +58,9 @@ class RunConfig:
     preset: str = _option("2-byte", "formats", "A point on the loss-against-bytes frontier.")
     weights: str | None = _option(
         None, "formats", "Format of the inner matrices: fp32, bf16, fp8, int8, int4, ...", "preset"
+    )
+    show_hidden: float = _option(
+        0.0, "formats", "Share of the steps in which the forward pass sees all bits of int4+4; then INT4 only."
     )
     exp_avg: str | None = _option(None, "formats", "Format of the first moment.", "preset")
     exp_avg_sq: str | None = _option(None, "formats", "Format of the second moment.", "preset")
@@ -183,11 +187,12 @@ def _check(config: RunConfig) -> None:
         "vocab",
         "a byte-level BPE needs at least 300 tokens; pass 0 for bytes",
     )
-    require(
-        not (config.step_in_backward and config.accumulate > 1),
-        "accumulate",
-        "with --step-in-backward each backward pass is a step; raise --batch instead",
-    )
+    require(0 <= config.show_hidden < 1, "show_hidden", "a share of the steps, at least 0 and below 1; try 0.6")
+    if config.show_hidden and (config.weights in ("fp32", "bf16") or not parse(config.weights or "").fine_bits):
+        raise ConfigError(
+            f"show-hidden={config.show_hidden:g}: weights {config.weights!r} have no hidden bits to show; "
+            f"pass --weights int4+4 or --preset 2-byte-int4"
+        )
 
 
 def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:

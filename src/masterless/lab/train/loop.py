@@ -1,8 +1,8 @@
 """A training loop short enough to read, shared by the benchmarks and the command line.
 
-The learning rate, the batches and the points of evaluation are functions of the step's number alone. A run
-that stops after k steps and resumes with ``start_step=k``, its model and optimizer restored, is therefore the
-uninterrupted run.
+The learning rate, the batches, what the forward pass sees of the weights and the points of evaluation are functions
+of the step's number alone. A run that stops after k steps and resumes with ``start_step=k``, its model and optimizer
+restored, is therefore the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from masterless.tensor.hidden import show_hidden_bits_
 
 from .corpus import Corpus, batch, validation_batches
 
@@ -37,6 +39,7 @@ class TrainSettings:
         eval_every: Steps between evaluations; 0 evaluates only at the end.
         eval_batches: Validation batches per evaluation.
         accumulate: Backward passes per step; their mean gradient is used.
+        show_hidden: Share of the steps in which the forward pass sees the hidden bits of weights such as int4+4.
     """
 
     steps: int = 1500
@@ -52,6 +55,7 @@ class TrainSettings:
     eval_every: int = 0
     eval_batches: int = 16
     accumulate: int = 1
+    show_hidden: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "seq_len", "eval_batches", "accumulate"):
@@ -61,6 +65,8 @@ class TrainSettings:
             raise ValueError(f"warmup={self.warmup}: must lie between 0 and steps={self.steps}")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio={self.min_lr_ratio}: a share of the peak; must lie between 0 and 1")
+        if not 0 <= self.show_hidden < 1:
+            raise ValueError(f"show_hidden={self.show_hidden}: a share of the steps; must be at least 0 and below 1")
         if self.eval_every < 0:
             raise ValueError(f"eval_every={self.eval_every}: cannot be negative; pass 0 to evaluate only at the end")
         if self.grad_clip is not None and self.grad_clip <= 0:
@@ -126,6 +132,12 @@ def lr_at(step: int, settings: TrainSettings) -> float:
     return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * cosine)
 
 
+def show_hidden_bits_at(step: int, settings: TrainSettings, model: nn.Module) -> None:
+    """Lets a step's forward pass, counted from 0, see what the schedule of hidden bits says."""
+    if settings.show_hidden:
+        show_hidden_bits_(model, step < settings.show_hidden * settings.steps)
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Return the mean loss of the model over batches of equal size, in evaluation mode, without gradients."""
@@ -183,6 +195,7 @@ def train(
         lr = lr_at(step, settings)
         for group in optimizer.param_groups:
             group["lr"] = lr
+        show_hidden_bits_at(step, settings, model)
         optimizer.zero_grad()
         losses = []
         for part in range(step * settings.accumulate, (step + 1) * settings.accumulate):

@@ -25,10 +25,11 @@ from masterless.interop.files import FileError, read_json, reason_of
 from masterless.lab.models import GPT
 from masterless.optim import LowBitOptimizer
 
-from .build import build, build_corpus
+from .build import build, build_corpus, build_settings
 from .config import MODEL_KEYS, ConfigError, RunConfig, read_toml, resolve, to_toml
 from .corpus import END_OF_DOCUMENT, Corpus
 from .display import Display
+from .loop import show_hidden_bits_at
 from .observe import is_number
 from .run_files import (
     CHECKPOINTS,
@@ -159,6 +160,7 @@ def resume(folder: Path, from_step: int | None = None) -> Run:
     run.notes += compare_facts(folder, checkpoints.manifest, built.corpus)
     if entry is not None and content is not None:
         try:
+            show_hidden_bits_at(entry["step"] - 1, build_settings(config), built.model)  # as it was saved
             built.model.load_state_dict(content["model"])
             built.optimizer.load_state_dict(content["optimizer"])
             run.seconds = float(content["seconds"])

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import masterless
-from masterless.optim.backward import step_in_backward
 
-from .build import build_settings, memory_of
+from .build import build_settings, build_stepper, memory_of
 from .display import Display, Speed, Status
 from .loop import StepReport, train
 from .observe import MetricsFile, Stalls, load_metrics, peak_memory, stalled_share
@@ -57,8 +56,7 @@ class Session:
     def train(self) -> str:
         """Trains; returns "finished" or "interrupted"."""
         run = self._run
-        clip = run.config.clip or None
-        stepper = step_in_backward(run.model, run.optimizer, clip_norm=clip) if run.config.step_in_backward else None
+        stepper = build_stepper(run.config, run.model, run.optimizer)
         self._display.start(run.header)
         try:
             self._stalls.before(run.step + 1)
