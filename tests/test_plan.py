@@ -63,10 +63,10 @@ def test_llama_3_8b_by_hand():
     assert (torch_row.weights, torch_row.master, torch_row.states) == (2 * n, 4 * n, 8 * n)
     assert torch_row.total == 16 * n + activations
 
-    ours = rows["1.8-byte-int4"]
+    ours = rows["2-byte-int4"]
     assert ours.weights == inner + inner // 128 * 2 + 2 * (outer + vectors)
     matrices = inner + outer
-    assert ours.states == matrices * 6 // 8 + matrices // 128 * (2 + 4) + 8 * vectors
+    assert ours.states == matrices + matrices // 128 * (2 + 4) + 8 * vectors
     decoded = 2 * 14336 * 4096
     assert ours.total == ours.weights + ours.states + 2 * n + decoded + activations
     assert ours.total_in_backward == ours.total - 2 * n + 2 * 128256 * 4096
@@ -84,10 +84,13 @@ def test_deepseek_moe_16b_by_hand():
     activations = 1024 * (28 * 2 * 2048 + head)  # the head is larger than any layer
 
     one = rows["1-byte"]
-    assert one.weights == sum(k * (a * b + 2 * a) for (a, b), k in inner.items()) + 2 * (
+    # INT6 and a 16-bit scale per 128 elements; a 2-bit first moment with the same, fp32 means of rows and columns
+    scales = {(a, b): 2 * a * -(-b // 128) for a, b in inner | left}
+    assert one.weights == sum(k * (a * b * 6 // 8 + scales[a, b]) for (a, b), k in inner.items()) + 2 * (
         sum(k * a * b for (a, b), k in left.items()) + vectors
     )
-    assert one.states == sum(k * 4 * (a + b) for (a, b), k in (inner | left).items()) + 4 * vectors
+    first = sum(k * (a * b * 2 // 8 + scales[a, b]) for (a, b), k in (inner | left).items())
+    assert one.states == first + sum(k * 4 * (a + b) for (a, b), k in (inner | left).items()) + 8 * vectors
     assert one.total == one.weights + one.states + 2 * n + 2 * 10944 * 2048 + activations
 
     bnb = rows["bitsandbytes 8-bit"]
@@ -199,8 +202,8 @@ def test_shards_are_torch_chunks_and_sum_to_the_whole(shape, shards):
 @pytest.mark.parametrize("shards", [2, 3, 5])
 def test_the_largest_rank_holds_a_chunk_of_every_stored_tensor(shards):
     model = small("deepseek-moe-16b")
-    module, _ = live(model, "1.8-byte-int4")
-    row = next(r for r in make_plan(model, Settings(shards=shards)).rows if r.system.name == "1.8-byte-int4")
+    module, _ = live(model, "2-byte-int4")
+    row = next(r for r in make_plan(model, Settings(shards=shards)).rows if r.system.name == "2-byte-int4")
     tensors = []
     for p in module.parameters():
         tensors += p.stored.tensors.values() if isinstance(p, QuantizedTensor) else [p]

@@ -198,7 +198,7 @@ def prepared(preset="1.3-byte", seed=0, **options):
     return model, ml.prepare(model, preset, 3e-3, whole_model=True, **options)
 
 
-@pytest.mark.parametrize("preset", ["1-byte", "1.3-byte", "1.8-byte-int4", "2-byte"])
+@pytest.mark.parametrize("preset", ["1-byte", "1.3-byte", "2-byte-int4", "2-byte"])
 def test_a_run_goes_on_to_the_bit(tmp_path, preset):
     model, optimizer = prepared(preset)
     run(model, optimizer, range(4))

@@ -107,7 +107,7 @@ def stock_state_dicts(rank: int, world: int) -> list[str]:
 def whole_files(rank: int, world: int) -> list[str]:
     """A state dict of one process, as torch.load gives it, into sharded runs."""
     found = []
-    for name in ("1.8-byte-int4", "1-byte"):
+    for name in ("2-byte-int4", "1-byte"):
         whole = _build(name, PLAIN)
         _advance(*whole, whole[0].gradients, range(3))
         for n in (1, 3):

@@ -30,7 +30,7 @@ def test_lora(tmp_path, capsys):
     [
         ["--preset", "fp32"],
         ["--preset", "2-byte", "--step-in-backward", "--gradient-checkpointing"],
-        ["--preset", "1.8-byte-int4", "--weights", "int4+4:32", "--calibrate"],
+        ["--preset", "2-byte-int4", "--weights", "int4+4:32", "--calibrate"],
     ],
     ids=lambda options: options[1],
 )

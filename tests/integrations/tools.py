@@ -186,7 +186,7 @@ class Language(lightning.LightningModule):
             ml.quantize_(self, FORMAT)
 
     def configure_optimizers(self):
-        return ml.prepare(self, "1.8-byte-int4", lr=3e-3)
+        return ml.prepare(self, "2-byte-int4", lr=3e-3)
 
     def training_step(self, batch, index):
         loss = self.model(**batch).loss

@@ -80,24 +80,23 @@ PRESETS: dict[str, Preset] = {
         _preset(
             "states-8bit", None, "fp32 weights, 8-bit states", exp_avg="int8", exp_avg_sq="log8", betas=(0.9, 0.95)
         ),
+        # Two bits of momentum are too coarse to carry the weights' residue as well: it is dropped.
         _preset(
             "1-byte",
-            "int8",
-            "INT8 weights, no first moment, factored second",
-            exp_avg="none",
+            "int6",
+            "INT6 weights, 2-bit first moment, factored second",
+            exp_avg="int2",
             exp_avg_sq="factored",
-            betas=(0.0, 0.95),
+            betas=(0.53, 0.95),
             error_compensation=False,
         ),
         _preset(
             "1-byte-int4",
             "int4",
             "INT4 weights, 4-bit first moment, factored second",
-            from_pretrained=False,  # nearest rounding: at a fine-tuning rate most weights never reach the next code
             exp_avg="int4",
             exp_avg_sq="factored",
-            betas=(0.35, 0.95),
-            weight_rounding="nearest",
+            betas=(0.8, 0.95),
         ),
         _preset(
             "1.3-byte",
@@ -107,15 +106,13 @@ PRESETS: dict[str, Preset] = {
             exp_avg_sq="factored",
             betas=(0.9, 0.95),
         ),
-        # Two bits of momentum are too coarse to carry the weights' residue as well: it is dropped.
         _preset(
             "1.3-byte-int4",
-            "int4+4",
-            "INT4 in the forward pass, 4 hidden bits, 2-bit first moment, factored second",
-            exp_avg="int2",
+            "int4+2",
+            "INT4 in the forward pass, 2 hidden bits, 4-bit first moment, factored second",
+            exp_avg="int4",
             exp_avg_sq="factored",
-            betas=(0.527, 0.95),
-            error_compensation=False,
+            betas=(0.9, 0.95),
         ),
         _preset(
             "1.5-byte",
@@ -131,24 +128,6 @@ PRESETS: dict[str, Preset] = {
             "INT8 weights, 4-bit first moment, 2-bit second",
             exp_avg="int4",
             exp_avg_sq="log2",
-            betas=(0.9, 0.95),
-        ),
-        _preset(
-            "1.8-byte-int4",
-            "int4+4",
-            "INT4 in the forward pass, 4 hidden bits, 4-bit first moment, 2-bit second",
-            exp_avg="int4",
-            exp_avg_sq="log2",
-            betas=(0.82, 0.95),
-        ),
-        # INT4 in groups of 32 is the grid of served INT4 checkpoints (Kimi-K2-Thinking's, GGUF's Q4_0): nothing is
-        # rounded on the way out.
-        _preset(
-            "2.1-byte-int4-32",
-            "int4+4:32",
-            "INT4 in groups of 32 in the forward pass, 4 hidden bits, 4-bit first moment, 4-bit second",
-            exp_avg="int4",
-            exp_avg_sq="log4",
             betas=(0.9, 0.95),
         ),
         # Two bytes tie with fp32 at twenty tokens per parameter and more (docs/presets.md): the one to start with.
@@ -168,13 +147,15 @@ PRESETS: dict[str, Preset] = {
             exp_avg_sq="log4",
             betas=(0.9, 0.95),
         ),
+        # INT4 in groups of 32 is the grid of served INT4 checkpoints (Kimi-K2-Thinking's, GGUF's Q4_0): nothing is
+        # rounded on the way out.
         _preset(
-            "2.3-byte",
-            "int8",
-            "INT8 weights, 8-bit first moment, 2-bit second",
-            exp_avg="int8",
-            exp_avg_sq="log2",
-            betas=(0.82, 0.95),
+            "2.1-byte-int4-32",
+            "int4+4:32",
+            "INT4 in groups of 32 in the forward pass, 4 hidden bits, 4-bit first moment, 4-bit second",
+            exp_avg="int4",
+            exp_avg_sq="log4",
+            betas=(0.9, 0.95),
         ),
     )
 }

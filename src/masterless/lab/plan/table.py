@@ -270,8 +270,9 @@ def advise(plan: Plan, memory: int) -> Advice:
 
 
 def _best(plan: Plan, memory: int) -> Row | None:
+    """What fits and keeps the most bytes; a forward pass in INT4 is for who serves INT4, and else a last resort."""
     fitting = [row for row in plan.rows if row.system.ours and row.fits(memory) != "no"]
-    return max(fitting, key=lambda row: row.bytes_per_parameter, default=None)
+    return max(fitting, key=lambda row: ("int4" not in row.system.name, row.bytes_per_parameter), default=None)
 
 
 def _advice(plan: Plan, row: Row, memory: int, lead: str) -> Advice:
