@@ -30,8 +30,9 @@ from masterless.formats import Format
 from masterless.formats.packing import pack
 from masterless.formats.storage import Storage, tensor_specs
 from masterless.integrations.transformers import adopt
-from masterless.tensor.quantize import owned_parameters, replace_parameter
+from masterless.tensor.quantize import replace_parameter
 from masterless.tensor.quantized import QuantizedTensor, as_weight
+from masterless.tensor.selection import owned_parameters
 
 
 @dataclass

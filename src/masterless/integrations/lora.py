@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from masterless.formats import Format
 from masterless.formats.scaling import next_scale
 from masterless.formats.storage import Storage
-from masterless.tensor.quantize import owned_parameters, replace_parameter
+from masterless.tensor.quantize import replace_parameter
 from masterless.tensor.quantized import QuantizedTensor, as_weight
+from masterless.tensor.selection import owned_parameters
 
 _EXACT = 2048  # sides up to this: all singular values; beyond, the leading ones by a randomized method
 

@@ -40,8 +40,9 @@ from masterless.optim.adam import AdamW
 from masterless.optim.presets import prepare
 from masterless.tensor import state
 from masterless.tensor.mapped import unmap_
-from masterless.tensor.quantize import Selection, dequantize_, owned_parameters
+from masterless.tensor.quantize import dequantize_
 from masterless.tensor.quantized import QuantizedTensor
+from masterless.tensor.selection import Selection, owned_parameters
 
 METHOD = "masterless"
 

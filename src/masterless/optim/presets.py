@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from masterless.formats import as_first_moment, as_second_moment, parse
 from masterless.formats.storage import predicted_bytes
 from masterless.optim import AdamW, LossyUpdateWarning
-from masterless.tensor.quantize import QuantizationReport, quantize_, vocabulary_parameters
+from masterless.tensor.quantize import QuantizationReport, quantize_
 from masterless.tensor.quantized import QuantizedTensor, as_weight, local_of
+from masterless.tensor.selection import vocabulary_parameters
 
 VOCABULARY_WEIGHTS = "int8"
 

@@ -20,106 +20,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from masterless.formats import DEFAULT_BLOCK, Format, as_first_moment, as_second_moment
-
-# Quantile of the largest of a block's draws (its median), and what it makes of v at beta = 0.999, where
-# v/sigma^2 has mean 1 and variance 2(1-beta)/(1+beta): a typical v stands at 0.93 of its block's maximum.
-_LARGEST = 2 ** (-1 / DEFAULT_BLOCK)
-_TYPICAL = 1 / (1 + NormalDist().inv_cdf(_LARGEST) * math.sqrt(0.002 / 1.999))
-
-
-@dataclass(frozen=True)
-class Grid:
-    """What the mathematics needs to know of a number format: how far its neighbouring levels lie apart.
-
-    The stall ratio is rho = u / (2 (1 - beta)), with u the mean gap in units of the value:
-
-    * *floating*: a value m * 2^e with 1 <= m < 2 has its neighbours gap * 2^e away, gap/m of itself.
-      Mantissas are log-uniform with mean 1/ln 2, so u = gap * ln 2.
-    * *logarithmic*, levels q^k: the code changes at v * q^(+-1/2) wherever v lies, and a step multiplies v by
-      1 + (1-beta)(z-1). So it stalls for q^(-1/2) - 1 < (1-beta)(z-1) < q^(1/2) - 1, which is
-      |z-1| < ln q / (2 (1-beta)) to first order in ln q. All levels are alike, no mantissa: u = gap = ln q.
-    * *levels* of a linear or codebook map: u = gap, the spacing where a value typically sits, over the value.
-
-    Attributes:
-        gap: Relative distance of neighbouring levels: 2^-7 for BF16, 2^-3 for E4M3, ln q for a log map.
-        mantissa: Whether `gap` is relative to the power of two below a value, not to the value itself.
-        levels: Those of a linear or codebook map, for the first moment, which spreads over all of them.
-    """
-
-    gap: float
-    mantissa: bool = True
-    levels: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        _require(0 < self.gap < math.inf, f"gap={self.gap!r}: not a distance; pass a positive number")
-
-    @property
-    def u(self) -> float:
-        """Mean distance of neighbouring levels, in units of the value."""
-        return self.gap * math.log(2) if self.mantissa else self.gap
-
-    @classmethod
-    def floating(cls, fraction_bits: int) -> Grid:
-        """A floating format with that many stored fraction bits: 7 for BF16, 3 for E4M3, 1 for E2M1."""
-        _require(fraction_bits >= 0, f"fraction_bits={fraction_bits!r}: not a count of bits; pass 0 or more")
-        return cls(2.0**-fraction_bits)
-
-    @classmethod
-    def logarithmic(cls, ratio: float) -> Grid:
-        """A logarithmic map whose neighbouring levels stand in this ratio, either way up."""
-        remedy = "pass (D/x_p)^(1/(2^bits - 1)) of a typical block"
-        _require(0 < ratio < math.inf and ratio != 1, f"ratio={ratio!r}: sets no two levels apart; {remedy}")
-        return cls(abs(math.log(ratio)), mantissa=False)
-
-    @classmethod
-    def from_levels(cls, levels: Sequence[float], typical: float | None = None) -> Grid:
-        """A linear or codebook map, whose relative gap depends on where in the block's range a value sits.
-
-        The gap is the spacing of the two levels around `typical`, over `typical`. The default is a block of
-        128 second moments of equal sigma at beta = 0.999, all of them near 0.93 of its maximum. That is the
-        kindest case: unequal sigmas put most values lower, where the spacing of a linear map is a larger part
-        of the value, so the default *underestimates* stalling. The median of v / max(v) serves better.
-
-        Args:
-            levels: All levels, in any unit; the largest magnitude stands for the block's maximum.
-            typical: Where a typical value sits, as a fraction of the block's maximum.
-        """
-        ordered = _sorted(levels)
-        usable = len(ordered) > 1 and ordered[-1] > 0
-        _require(usable, f"levels={levels!r}: have no gap; pass two or more, one of them positive")
-        position = _TYPICAL if typical is None else typical
-        _require(0 < position <= 1, f"typical={typical!r}: not in (0, 1]; pass v / max(v)")
-        value = position * max(abs(ordered[0]), ordered[-1])
-        k = min(max(bisect_left(ordered, value), 1), len(ordered) - 1)
-        return cls((ordered[k] - ordered[k - 1]) / value, mantissa=False, levels=ordered)
-
-
-FormatLike = Grid | Format | str
-
-
-def grid_of(format: FormatLike, moment: str = "second", typical: float | None = None) -> Grid:
-    """The grid of a format, derived from its levels; a `Grid` is returned as it is.
-
-    Args:
-        format: A `Grid`, a `Format` or its name, or any object with `kind` and `levels`.
-        moment: "second" or "first": as which a `Format` or name is read ("fp4" has unlike twins).
-        typical: For a linear or codebook map see `Grid.from_levels`; for a block-wise log map x_p/D, the
-            block's low quantile over its maximum, which fixes the ratio and has no default.
-    """
-    _check_choice("moment", moment, ("first", "second"))
-    if isinstance(format, str | Format):
-        format = as_second_moment(format) if moment == "second" else as_first_moment(format)
-    grid = format if isinstance(format, Grid) else _derive_grid(format, typical)
-    unused = typical is not None and (format is grid or grid.mantissa)
-    _require(not unused, f"typical={typical!r}: the gap of {format!r} does not depend on it; leave it out")
-    return grid
+from masterless.step.grids import LARGEST, FormatLike, Grid, check_choice, grid_of, require
 
 
 def stall_ratio(format: FormatLike, beta: float) -> float:
@@ -171,13 +77,13 @@ def stall_probability(
         snr: mu/sigma of the gradient, for the first moment.
     """
     grid = grid_of(format, moment)
-    _check_choice("rounding", rounding, ("nearest", "stochastic"))
-    _require(step is None or step >= 1, f"step={step!r}: steps count from 1; pass None for the steady state")
+    check_choice("rounding", rounding, ("nearest", "stochastic"))
+    require(step is None or step >= 1, f"step={step!r}: steps count from 1; pass None for the steady state")
     decayed = 0.0 if step is None else _check_beta(beta) ** step
     if moment == "second":
-        _require(snr == 0, f"snr={snr!r}: the second moment's gradients have zero mean; leave it at 0")
+        require(snr == 0, f"snr={snr!r}: the second moment's gradients have zero mean; leave it at 0")
         return float(_second(stall_ratio(grid, beta), 1 - decayed, rounding))
-    _require(math.isfinite(snr), f"snr={snr!r}: a signal-to-noise ratio is finite; pass mu/sigma")
+    require(math.isfinite(snr), f"snr={snr!r}: a signal-to-noise ratio is finite; pass mu/sigma")
     sd = math.sqrt((1 - _check_beta(beta)) / (1 + beta) * (1 - decayed**2))
     first = _first_on_levels if grid.levels else _first
     return first(grid, beta, snr, snr * (1 - decayed), sd, rounding)
@@ -190,7 +96,7 @@ def startup_window(format: FormatLike, beta: float, p0: float, rounding: str = "
     for every rho (its slope in phi has the sign of artanh(rho) - rho phi), and so for stochastic rounding
     (the mean of the nearest P over rho' in (0, 2 rho)): a bisection serves every case.
     """
-    _require(0 < p0 < 1, f"p0={p0!r}: not a probability to wait for; pass one between 0 and 1")
+    require(0 < p0 < 1, f"p0={p0!r}: not a probability to wait for; pass one between 0 and 1")
     grid, steps = grid_of(format), range(1, _steady(beta))
     j = bisect_left(steps, p0, key=lambda j: stall_probability(grid, beta, rounding, j))
     return steps[j] if j < len(steps) else None
@@ -207,7 +113,7 @@ def effective_beta(format: FormatLike, beta: float, rounding: str = "nearest") -
 
 def Sbar(S: Any, s0: float = 0.6) -> np.ndarray:
     """How stale the state is after K = 1, 2, ... steps: the mean over j <= K of [(S(j) - s0)/(1 - s0)]+."""
-    _require(0 <= s0 < 1, f"s0={s0!r}: not a tolerable share of stalls; pass a value in [0, 1)")
+    require(0 <= s0 < 1, f"s0={s0!r}: not a tolerable share of stalls; pass a value in [0, 1)")
     counted = np.maximum(0.0, (np.asarray(S, dtype=float) - s0) / (1 - s0))
     return np.cumsum(counted) / np.arange(1, counted.size + 1)
 
@@ -223,7 +129,7 @@ def reset_period(format: FormatLike, beta: float, rounding: str = "nearest", s0:
 
     Under stochastic rounding the period is that of its own stalls; expect little from resetting there.
     """
-    _check_choice("rounding", rounding, ("nearest", "stochastic"))
+    check_choice("rounding", rounding, ("nearest", "stochastic"))
     if (rho := stall_ratio(format, beta)) < 1:
         return None
     K = np.arange(1, _steady(beta) + 1)  # K* lies before: at the end S = 1 and E < 1e-17
@@ -238,8 +144,8 @@ def should_reset(stalled_fractions: Sequence[float], beta: float, s0: float = 0.
     """
     S = np.asarray(stalled_fractions, dtype=float)
     shares = bool(((S >= 0) & (S <= 1)).all())
-    _require(shares, f"stalled_fractions={S!r}: not all in [0, 1]; divide by the number of elements")
-    _require(every >= 1, f"every={every!r}: measurements are at least one step apart; pass 1 or more")
+    require(shares, f"stalled_fractions={S!r}: not all in [0, 1]; divide by the number of elements")
+    require(every >= 1, f"every={every!r}: measurements are at least one step apart; pass 1 or more")
     return bool(np.append(0.0, Sbar(S, s0))[-1] > E(beta, S.size * every))
 
 
@@ -260,7 +166,7 @@ def expected_trajectory(format: FormatLike, beta: float, steps: int) -> Trajecto
 
     Under stochastic rounding there is nothing to compute: the mean path is the exact 1 - beta^t.
     """
-    _require(steps >= 1, f"steps={steps!r}: a trajectory needs a step; pass 1 or more")
+    require(steps >= 1, f"steps={steps!r}: a trajectory needs a step; pass 1 or more")
     u, rho = grid_of(format).u, stall_ratio(format, beta)
     r = np.full(steps, 1 - beta)
     for t in range(1, steps):
@@ -326,7 +232,7 @@ def _first_on_levels(grid: Grid, beta: float, snr: float, mean: float, sd: float
     law = NormalDist(mean, sd)
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if law.cdf(middle) - law.cdf(-reach * middle) < _LARGEST else (low, middle)
+        low, high = (middle, high) if law.cdf(middle) - law.cdf(-reach * middle) < LARGEST else (low, middle)
     levels *= high / np.abs(levels).max()
     # A map saturates beyond its ends: as if the next level were so far away that nothing is rounded to it.
     padded = np.concatenate(([levels[0] - 1e9], levels, [levels[-1] + 1e9]))
@@ -339,65 +245,10 @@ def _first_on_levels(grid: Grid, beta: float, snr: float, mean: float, sd: float
     return float(share(mean, sd) @ share(beta * levels + (1 - beta) * snr, 1 - beta))
 
 
-def _derive_grid(format: Any, typical: float | None) -> Grid:
-    kinds = ("float32", "bfloat16", "minifloat", "linear", "codebook", "log")
-    _require(format.kind in kinds, f"kind={format.kind!r}: has no levels to stall on; use one of {kinds}")
-    if format.kind in ("float32", "bfloat16"):
-        return Grid.floating(23 if format.kind == "float32" else 7)
-    if format.kind == "log":
-        return Grid.logarithmic(_log_ratio(format, typical))
-    gap = _binade_gap(format.levels)  # by structure, not by kind: a codebook may well be a small float
-    return Grid.from_levels(format.levels, typical) if gap is None else Grid(gap)
-
-
-def _log_ratio(format: Any, typical: float | None) -> float:
-    bits = getattr(format, "bits", None)
-    if typical is not None and bits:
-        _require(0 < typical < 1, f"typical={typical!r}: not in (0, 1); pass x_p/D of a typical block")
-        return typical ** (-1 / (2**bits - 1))
-    try:
-        levels = [y for y in _sorted(format.levels) if y > 0]
-    except ValueError:  # the library's own log formats refuse: their levels belong to the block
-        levels = []
-    remedy = "pass grid_of(format, typical=x_p/D) or Grid.logarithmic(ratio) of a typical block"
-    _require(len(levels) > 1, f"format={format!r}: the levels of its log map depend on the block; {remedy}")
-    return (levels[-1] / levels[0]) ** (1 / (len(levels) - 1))
-
-
-def _binade_gap(levels: Sequence[float]) -> float | None:
-    """Spacing over value at the start of a binade, whatever the unit; None if the levels are not a float's.
-
-    A float's spacing stays or doubles from one level to the next, and it doubles where a binade starts
-    (not at the first normal one, whose spacing the subnormals share).
-    """
-    y = np.array([y for y in _sorted(levels) if y > 0])
-    spacing = np.diff(y)
-    growth = spacing[1:] / spacing[:-1]
-    starts = np.flatnonzero(np.isclose(growth, 2, rtol=1e-4))
-    if not starts.size or starts.size + np.count_nonzero(np.isclose(growth, 1, rtol=1e-4)) < growth.size:
-        return None
-    return float(spacing[starts[-1] + 1] / y[starts[-1] + 1])
-
-
-def _sorted(levels: Sequence[float]) -> tuple[float, ...]:
-    finite = all(math.isfinite(y) for y in levels)
-    _require(finite, f"levels={levels!r}: infinities and NaN are no levels; leave them out")
-    return tuple(sorted({float(y) for y in levels}))
-
-
 def _steady(beta: float) -> int:
     return math.ceil(40 / (1 - _check_beta(beta)))  # time constants after which 1 - beta^j == 1 in a double
 
 
 def _check_beta(beta: float) -> float:
-    _require(0 <= beta < 1, f"beta={beta!r}: not a moving average's decay; pass a value in [0, 1)")
+    require(0 <= beta < 1, f"beta={beta!r}: not a moving average's decay; pass a value in [0, 1)")
     return float(beta)
-
-
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    _require(value in allowed, f"{name}={value!r}: no such choice; pass one of {', '.join(allowed)}")
-
-
-def _require(valid: bool, value_reason_remedy: str) -> None:
-    if not valid:
-        raise ValueError(value_reason_remedy)

@@ -24,16 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from masterless.formats import Format
 from masterless.formats.storage import Storage
-from masterless.tensor.quantize import (
-    AFTER_QUANTIZING,
-    Decision,
-    QuantizationReport,
-    Selection,
-    Selector,
-    owned_parameters,
-    replace_parameter,
-)
+from masterless.tensor.quantize import AFTER_QUANTIZING, Decision, QuantizationReport, replace_parameter
 from masterless.tensor.quantized import QuantizedTensor, require_finite
+from masterless.tensor.selection import Selection, Selector, owned_parameters
 
 aten = torch.ops.aten
 LEAST = 1024  # elements; what is smaller, or has fewer than two dimensions, is made as usual

@@ -29,8 +29,9 @@ from masterless.formats import Format, codec
 from masterless.formats.packing import pack
 from masterless.formats.storage import Storage, tensor_specs
 from masterless.tensor.gather import visible_format
-from masterless.tensor.quantize import QuantizationReport, Selection, owned_parameters, quantize_
+from masterless.tensor.quantize import QuantizationReport, quantize_
 from masterless.tensor.quantized import QuantizedTensor
+from masterless.tensor.selection import Selection, owned_parameters
 
 GRID = tuple(1.0 - 0.025 * i for i in range(21))  # of the absmax scale: 1 ... 0.5
 DAMPING = 0.01

@@ -17,8 +17,9 @@ from masterless.formats import Format
 from masterless.formats.codec import level_table, read_scale
 from masterless.formats.packing import unpack
 from masterless.tensor import state
-from masterless.tensor.quantize import owned_parameters, replace_parameter
+from masterless.tensor.quantize import replace_parameter
 from masterless.tensor.quantized import QuantizedTensor, as_weight
+from masterless.tensor.selection import owned_parameters
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 # Why a matrix cannot be written without loss; empty if it can.

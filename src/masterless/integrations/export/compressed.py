@@ -23,8 +23,8 @@ from masterless.formats import Format
 from masterless.formats.codec import stored_scale
 from masterless.formats.packing import pack
 from masterless.integrations.export.checkpoint import Matrix, Report, group_of, published, scales_of
-from masterless.tensor.quantize import owned_parameters
 from masterless.tensor.quantized import QuantizedTensor
+from masterless.tensor.selection import owned_parameters
 
 VLLM_GROUPS = (None, 32, 64, 128)
 VLLM_BITS = (4, 8)

@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from masterless.integrations.export.checkpoint import Report
-from masterless.tensor.quantize import dequantize_, owned_parameters
+from masterless.tensor.quantize import dequantize_
 from masterless.tensor.quantized import QuantizedTensor
+from masterless.tensor.selection import owned_parameters
 
 
 def obstacle(name: str, module: nn.Module, q: QuantizedTensor) -> str:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from masterless.integrations.export.checkpoint import Matrix, Report, decoded, group_of, published, scales_of
-from masterless.tensor.quantize import owned_parameters
 from masterless.tensor.quantized import QuantizedTensor
+from masterless.tensor.selection import owned_parameters
 
 BLOCK = 32
 FILE = "model.gguf"

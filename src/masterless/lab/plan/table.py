@@ -22,8 +22,8 @@ from masterless.lab.plan.activations import CHECKPOINTING, activation_bytes
 from masterless.lab.plan.parameters import ROOT, Model, Parameter, PlanError
 from masterless.lab.plan.systems import ITEMSIZE, PEERS, System, preset_system, state_bytes, weight_bytes
 from masterless.optim.presets import PRESETS, get_preset
-from masterless.tensor.quantize import VOCABULARY, too_small, too_thin, why_left
 from masterless.tensor.rows import rows_per_slice
+from masterless.tensor.selection import VOCABULARY, too_small, too_thin, why_left
 
 MOST_SHARDS = 65_536
 SPARE = 0.05  # of the memory; the device's context and fragmentation take about as much
