@@ -34,6 +34,8 @@ from recipes.store import RESULTS as RECIPES
 from recipes.store import Store
 
 from masterless.lab.bench import report
+from masterless.lab.plan.parameters import load_model
+from masterless.lab.plan.table import Settings, gigabytes, make_plan
 from masterless.optim.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -161,6 +163,32 @@ def presets_at_20(only_measured: bool = False) -> str:
 TABLES["presets-at-20"] = presets_at_20
 TABLES["presets-measured"] = lambda: presets_at_20(only_measured=True)
 TABLES["recipes-noise"] = lambda: analysis.noise_table(recipe_cells(), Store(RECIPES).rows())
+
+
+def cluster_table() -> str:
+    """What a rank of a cluster would hold and send, as `masterless plan` computes it."""
+    rows = [
+        "| model, ranks | system | weights + master | states | total | gather | reduce |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    configs = ROOT / "tests" / "data" / "configs"
+    models = (
+        ("Llama-3-8B", configs / "llama-3-8b.json", 8),
+        ("Llama-3-70B", configs / "llama-3-70b.json", 64),
+        ("1.03T MoE", ROOT / "docs" / "data" / "moe-1t.json", 256),
+    )
+    for title, path, shards in models:
+        plan = make_plan(load_model(path), Settings(checkpointing="full", shards=shards))
+        known = {row.system.name: row for row in plan.rows}
+        for name in ("torch AdamW", "2-byte", "1.3-byte", "1.3-byte-int4"):
+            row = known[name]
+            sizes = (row.weights + row.master, row.states, row.total, row.gathered, row.reduced)
+            first = f"{title}, {shards}" if name == "torch AdamW" else ""
+            rows.append(f"| {first} | {name} | {' | '.join(map(gigabytes, sizes))} |")
+    return "\n".join(rows)
+
+
+TABLES["plan-cluster"] = cluster_table
 
 
 def pages() -> list[Path]:
