@@ -29,24 +29,24 @@ START = {"steps": 0, "evaluate": "start"}
 MEMORY = {"steps": 4, "evaluate": "none", "return_memory": True}
 FP32, TWO = {"preset": "fp32"}, {"preset": "2-byte"}
 INT4 = {"preset": "2.1-byte-int4-32", "calibrate": True}  # groups of 32, as servers like it, after GPTQ
-OTHERS = [{"preset": name} for name in PRESETS if name not in ("fp32", "2-byte")]
+OTHERS = [{"preset": name} for name in PRESETS if name not in ("fp32", "states-8bit", "2-byte", "2.1-byte-int4-32")]
 LEAN = {"step_in_backward": True}
 LEANER = {**LEAN, "gradient_checkpointing": True}
 
 
 def jobs() -> list[Job]:
     """What decides comes first: fp32, an 8-bit and an INT4 recipe, starts, memory; then rates, seeds, other presets."""
-    runs = [(FP32, 2e-4, 0), (TWO, 2e-4, 0), (INT4, 2e-4, 0)]
-    runs += [(options, lr, 0) for lr in (1e-4, 4e-4) for options in (INT4, FP32, TWO)]
-    runs += [(options, 2e-4, 1) for options in (FP32, TWO, INT4)]
-    runs += [(options, 2e-4, 0) for options in OTHERS]
+    runs = [(options, lr, 0) for options in (FP32, TWO, INT4) for lr in (2e-4, 1e-4)]
+    runs += [(options, lr, 1) for lr in (1e-4, 2e-4) for options in (INT4, FP32, TWO)]
+    runs += [(options, lr, 0) for options in OTHERS for lr in (1e-4, 2e-4)]
+    runs += [(options, 4e-4, 0) for options in (FP32, TWO, INT4)]
     trained: list[Job] = [{**options, "lr": lr, "seed": seed, **TRAIN} for options, lr, seed in runs]
     starts: list[Job] = [{**FP32, **START}, {**INT4, **START}]
     starts += [{**TWO, "weights": format, **START} for format in ("int4", "int4:32", "int8", "fp8")]
     memory: list[Job] = [{**TWO, **LEAN, **MEMORY}, {**FP32, **MEMORY}, {**TWO, **LEANER, **MEMORY}, {**TWO, **MEMORY}]
     memory += [{**FP32, **LEAN, **MEMORY}, {**FP32, **LEANER, **MEMORY}, {**INT4, **LEAN, **MEMORY}]
     late: list[Job] = [{**TWO, "weights": format, "calibrate": True, **START} for format in ("int4", "int8", "fp8")]
-    return trained[:3] + starts[:2] + memory[:2] + trained[3:5] + starts[2:] + memory[2:] + trained[5:] + late
+    return trained[:6] + starts + memory + trained[6:] + late
 
 
 def run(job: Job) -> Row:

@@ -33,7 +33,8 @@ from masterless.integrations.transformers import MasterlessConfig
 logging.disable_progress_bar()
 LENGTH = 256
 EVALUATED = 8  # sequences held out
-CALIBRATED = 32  # sequences that calibration sees, not trained on either
+APART = 32  # sequences that only calibration sees
+CALIBRATED = 128  # sequences that calibration sees: those, and the first of the training text
 
 
 def base_folder(root: Path) -> Path:
@@ -55,7 +56,7 @@ def sequences(folder: Path) -> tuple[Tensor, Tensor, Tensor]:
     ids = AutoTokenizer.from_pretrained(folder)("\n".join(topics[name] for name in sorted(topics))).input_ids
     rows = torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
-    return rows.tensor_split((EVALUATED, EVALUATED + CALIBRATED))
+    return rows.tensor_split((EVALUATED, EVALUATED + APART))
 
 
 @torch.no_grad()
@@ -67,11 +68,12 @@ def evaluate(model: torch.nn.Module, rows: Tensor) -> float:
 
 def calibrated_folder(root: Path, format: str) -> Path:
     """The model quantized with `calibrate_`, made once: calibration needs the dense model, training does not."""
-    folder = root / f"calibrated-{format.replace(':', '-')}"
+    folder = root / f"calibrated-{CALIBRATED}-{format.replace(':', '-')}"
     if not folder.exists():
         base = base_folder(root)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        batches = [{"input_ids": rows} for rows in sequences(base)[1].split(8)]
+        rows = torch.cat(sequences(base)[1:])[:CALIBRATED]
+        batches = [{"input_ids": part} for part in rows.split(8)]
         ml.calibrate_(model, batches, format)
         model.save_pretrained(folder)
     return folder
