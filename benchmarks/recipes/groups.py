@@ -33,6 +33,7 @@ def full(beta1: float = 0.9) -> Recipe:
 
 
 TWO = recipe("int8, int4 m .9, log4 v", "int8", "int4", "log4")
+TWO_FINE = recipe("int8, int4:32 m .9, log4 v", "int8", "int4:32", "log4")
 INT8_DROP = recipe("int8, error dropped", "int8", **DROP)
 ONE = recipe("int6, int2 m .53, factored v, dropped", "int6", "int2", "factored", 0.53, **DROP)
 ONE_INT4 = recipe("int4, int4 m .8, factored v", "int4", "int4", "factored", 0.8)
@@ -117,6 +118,7 @@ def candidates() -> list[Recipe]:
         recipe("int4, int4 m .9, log2 v", "int4", "int4", "log2"),
         recipe("int4+2, int2 m .53, factored v, dropped", "int4+2", "int2", "factored", 0.53, **DROP),
         recipe("int8, int8 m .9, log4 v", "int8", "int8", "log4"),
+        TWO_FINE,
     ]
 
 
@@ -199,7 +201,8 @@ def muons() -> list[Recipe]:
         muon("int8, int4 m .9", "int8", "int4", 0.9),
         muon("int8, int4 m .8", "int8", "int4", 0.8),
         muon("int8, int4:32 m .8", "int8", "int4:32", 0.8),
-        muon("int4+4, int4 m .8", "int4+4", "int4", 0.8),
+        replace(muon("int4+4, int4:32 m .8, INT4 for the last 40%", "int4+4", "int4:32", 0.8), coarse_from=0.6),
+        muon("int4+4, int4:32 m .8", "int4+4", "int4:32", 0.8),
         muon("int4, int4 m .8", "int4", "int4", 0.8),
         muon("int8, int8 m .8", "int8", "int8", 0.8),
         muon("int4 with master weights, mu .8", "int4+32", momentum=0.8),
@@ -227,7 +230,10 @@ def cells() -> list[Cell]:
     found = [Cell("noise", r, SMALL, extra=extra) for r, extra in pairs]
     found += _grid("candidates", deciding, (SMALL,), **SMALL_SEEDS)
     # One run scatters by 0.7% here, too: a sweep on one seed would find the luckiest learning rate.
-    found += _grid("candidates", [*deciding[:3], *deciding[4:8]], (MIDDLE,), sweep=(0, 1), seeds=range(4))
+    found += _grid("candidates", [*deciding[:3], *deciding[4:8], deciding[3]], (MIDDLE,), sweep=(0, 1), seeds=range(4))
+    found += _grid("weights", injected()[:1], (MIDDLE,), sweep=(0, 1), seeds=range(4))
+    found += _grid("moments", [*first_moments()[:1], *log_moments()[:1]], (MIDDLE,), sweep=(0, 1), seeds=range(4))
+    found += _grid("candidates", [TWO_FINE], (MIDDLE,), sweep=(0, 1), seeds=range(4))
     found += _grid("one byte", one_byte(), (SMALL,), **SMALL_SEEDS)
     found += _grid("late int4", late_int4()[:4], (SMALL,), **SMALL_SEEDS)
     found += _grid("candidates", deciding, (MIDDLE,), sweep=(0, 1), seeds=range(4))
@@ -250,7 +256,7 @@ def cells() -> list[Cell]:
     # Muon's best learning rate stands out by 3% at 37k@20: one seed finds it.
     found += _grid("muon", muons()[:4], (SMALL,), sweep=(0,), lrs=MUON_LRS)
     found += _grid("muon", [full(), TWO], (SMALL,))
-    found += _grid("muon", [muons()[4], *muons()[15:]], (SMALL,), sweep=(0,), lrs=MUON_LRS)
+    found += _grid("muon", [muons()[4], *muons()[15:]], (SMALL,), sweep=(0,), lrs=(32e-3, 64e-3))
     found += _grid("muon", muons()[4:8], (SMALL,), sweep=(0,), lrs=MUON_LRS)
     found += _grid("lion", lions(), (SMALL,), sweep=(0,), lrs=(1e-3, 2e-3, 4e-3))
     found += _grid("muon", muons(), (SMALL,), sweep=(0,), seeds=range(4), lrs=MUON_LRS)
