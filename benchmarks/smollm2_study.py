@@ -36,9 +36,9 @@ LEANER = {**LEAN, "gradient_checkpointing": True}
 
 def jobs() -> list[Job]:
     """What decides comes first: fp32, an 8-bit and an INT4 recipe, starts, memory; then rates, seeds, other presets."""
-    runs = [(options, lr, 0) for options in (FP32, TWO, INT4) for lr in (2e-4, 1e-4)]
-    runs += [(options, lr, 1) for lr in (1e-4, 2e-4) for options in (INT4, FP32, TWO)]
-    runs += [(options, lr, 0) for options in OTHERS for lr in (1e-4, 2e-4)]
+    runs = [(options, lr, 0) for options in (INT4, FP32, TWO) for lr in (1.4e-4, 2e-4, 1e-4)]
+    runs += [(options, 1.4e-4, 1) for options in (INT4, FP32, TWO)]
+    runs += [(options, lr, 0) for options in OTHERS for lr in (1.4e-4,)]
     runs += [(options, 4e-4, 0) for options in (FP32, TWO, INT4)]
     trained: list[Job] = [{**options, "lr": lr, "seed": seed, **TRAIN} for options, lr, seed in runs]
     starts: list[Job] = [{**FP32, **START}, {**INT4, **START}]
@@ -46,7 +46,7 @@ def jobs() -> list[Job]:
     memory: list[Job] = [{**TWO, **LEAN, **MEMORY}, {**FP32, **MEMORY}, {**TWO, **LEANER, **MEMORY}, {**TWO, **MEMORY}]
     memory += [{**FP32, **LEAN, **MEMORY}, {**FP32, **LEANER, **MEMORY}, {**INT4, **LEAN, **MEMORY}]
     late: list[Job] = [{**TWO, "weights": format, "calibrate": True, **START} for format in ("int4", "int8", "fp8")]
-    return trained[:6] + starts + memory + trained[6:] + late
+    return trained[:9] + starts + memory + trained[9:] + late
 
 
 def run(job: Job) -> Row:
