@@ -31,7 +31,6 @@ from masterless.step.task import Task
 
 RESULTS = Path(__file__).parent / "results" / "gpu_compile.json"
 DOCS = Path(__file__).parent.parent / "docs" / "gpu.md"
-WARPS = 4
 TARGETS: dict[str, tuple[str, Any, int]] = {
     "sm_80": ("cuda", 80, 32),
     "sm_90": ("cuda", 90, 32),
@@ -86,13 +85,19 @@ def _step(name: str, step: Step | None) -> Kernel:
     return Kernel(name, "entry.step_kernel", (("STEP", step),))
 
 
+def _decode(name: str, step: Step) -> Kernel:
+    chosen = launch.whole(replace(surveyed(step), weight=step.weight), 1024)
+    constants = (("STEP", chosen), ("VISIBLE", True), ("BF16", True))
+    return Kernel(f"decode {name} to bf16", "entry.decode_kernel", constants)
+
+
 @cache
 def kernels() -> tuple[Kernel, ...]:
     """The kernels of the table: what presets use first, then one of every sort."""
     int4, fine = kind("int4", "int4", "log2"), kind("int4+4", "int2", "factored", inject=False)
     adafactor = kind("int8:tensor", "int4", "factored", "adafactor_weight_units")
     long = kind("int4:row", "int8:row", "log4:row", cols=20_000)
-    decoding = replace(surveyed(int4), weight=int4.weight)
+    tables = ("dynamic8", "dynamic8", "udynamic8")
 
     def statistic(name: str, step: Step, *more: tuple[str, Any]) -> Kernel:
         return Kernel(name, f"statistics.{name}_kernel", (("STEP", step), *more))
@@ -105,13 +110,12 @@ def kernels() -> tuple[Kernel, ...]:
         _step("fp8:row, int4/log2, injected", launch.tiles(kind("fp8:row", "int4", "log2"), 1024)),
         _step("bf16, bf16/bf16", launch.tiles(kind("bf16", "bf16", "bf16", "adam", False), 1024)),
         _step("int3, int3:64/log3:256, injected", launch.tiles(kind("int3", "int3:64", "log3:256"), 1024)),
+        _step("dynamic8, dynamic8/udynamic8: by tables", launch.tiles(kind(*tables, "adam", False), 1024)),
+        _step("nvfp4, mxfp4/log4, injected", launch.tiles(kind("nvfp4", "mxfp4", "log4"), 1024)),
         _step("int4, int4/log2, injected: tails", launch.tails(kind("int4", "int4", "log2", cols=1000), 1000)),
         _step("int4:row, int8:row/log4:row: long rows", launch.tiles(long, 20_000)),
-        Kernel(
-            "decode int4 to bf16",
-            "entry.decode_kernel",
-            (("STEP", launch.whole(decoding, 1024)), ("VISIBLE", True), ("BF16", True)),
-        ),
+        _decode("int4", int4),
+        _decode("fp8:row", kind("fp8:row", "int4", "log2")),
         statistic("survey", whole),
         statistic("factored_sums", launch.columns(replace(surveyed(fine), weight=Codec()), 1024)),
         statistic("factored_finish", whole),
@@ -135,7 +139,7 @@ _POINTERS = {
 
 
 def compiled(kernel: Kernel, target: str) -> Any:
-    """A kernel as Triton compiles it for a target, with contraction switched off as in every launch."""
+    """A kernel as Triton compiles it for a target, as every launch does."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -152,8 +156,7 @@ def compiled(kernel: Kernel, target: str) -> Any:
         constexprs={(function.arg_names.index(n),): value for n, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(function.arg_names) if n not in constants},
     )
-    options = {"num_warps": WARPS, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=launch.options(kernel.step))
 
 
 def measured(kernel: Kernel, target: str, made: Any) -> dict[str, Any]:
@@ -165,7 +168,7 @@ def measured(kernel: Kernel, target: str, made: Any) -> dict[str, Any]:
         spilled = int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[0])
     else:
         count, registers, spilled = _of_cubin(made.asm["cubin"])
-    threads = WARPS * TARGETS[target][2]
+    threads = kernel.step.warps * TARGETS[target][2]
     per_element = count * threads / (kernel.step.chunks * 128)
     return {"registers": registers, "spilled": spilled, "instructions": count, "per_element": round(per_element, 1)}
 

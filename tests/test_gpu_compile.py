@@ -39,7 +39,7 @@ def test_main_kernels(name, target):
 
 def check_ptx(ptx: str, kernel: gpu_compile.Kernel) -> None:
     """No approximate operation, and no fused multiply-add but the two of each exact division by a scale."""
-    elements = kernel.step.chunks * 128 // (gpu_compile.WARPS * 32)
+    elements = kernel.step.chunks * 128 // (kernel.step.warps * 32)
     encoded = sum(codec.scaled for codec in (kernel.step.weight, kernel.step.first, kernel.step.second))
     single, double = (len(re.findall(rf"\bfma\.rn\.{kind}\b", ptx)) for kind in ("f32", "f32x2"))  # Blackwell has pairs
     assert single + 2 * double == 2 * encoded * elements

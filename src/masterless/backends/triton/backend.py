@@ -162,7 +162,7 @@ class TritonBackend:
             step,
             visible and not storage.format.shown,
             dtype == torch.bfloat16,
-            enable_fp_fusion=False,
+            **launch.options(step),
         )
         return out
 
@@ -341,7 +341,7 @@ def _run(
 
     def go(kernel: Any, found: Sequence[Launch], *more: Any) -> None:
         for one in found:
-            kernel[one.grid](record, table, one.owners, counts, stop, one.step, *more, enable_fp_fusion=False)
+            kernel[one.grid](record, table, one.owners, counts, stop, one.step, *more, **launch.options(one.step))
 
     go(statistics.survey_kernel, phases.survey)
     go(statistics.factored_sums_kernel, phases.sums)
@@ -350,7 +350,7 @@ def _run(
     go(statistics.adafactor_kernel, phases.adafactor, True)
     for one in phases.adafactor_finish:
         statistics.adafactor_finish_kernel[one.grid](
-            record, table, wide, one.owners, counts, stop, one.step, enable_fp_fusion=False
+            record, table, wide, one.owners, counts, stop, one.step, **launch.options(one.step)
         )
     go(statistics.target_peak_kernel, phases.peaks)
     go(entry.step_kernel, phases.tiles)
