@@ -34,7 +34,7 @@ from masterless.formats.packing import row_bytes
 from masterless.formats.storage import Storage
 from masterless.step import dispatch, statistics
 from masterless.step.dispatch import Outcome, Turn
-from masterless.step.rules import Scalars
+from masterless.step.scalars import Scalars
 from masterless.step.task import Task
 
 _DTYPES = (torch.float32, torch.bfloat16)
