@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from masterless.backends.triton.spec import PIECE, Step, step_of
+from masterless.backends.triton.spec import Step, step_of
 from masterless.formats import Format
 from masterless.formats.layout import CHUNK
 from masterless.formats.packing import row_bytes
@@ -148,7 +148,7 @@ def tails(step: Step, cols: int) -> Step | None:
     """The kind of step for the last tiles of rows, where they have gaps."""
     if step.walk == "rows" or cols % (step.tile * CHUNK) == 0:
         return None
-    return replace(step, walk="tails", chunks=PIECE, ragged=2 if cols % CHUNK else 1)
+    return replace(step, walk="tails", chunks=step.piece, ragged=2 if cols % CHUNK else 1)
 
 
 def places(step: Step, record: NDArray[np.int64]) -> int:

@@ -34,10 +34,11 @@ KNOWN_RULES = frozenset(
     }.items()
     for units in all_units
 )
-# Chunks of a program: as many as its threads have registers for.
-_PROGRAM = 32  # where all chunks are whole: 32 elements for each of 128 threads
-PIECE = 16  # and where they are not, or where a longer tile is walked in pieces: 8 elements for each of 256
+# Chunks of a program, as many as its threads have registers for; a longer tile is walked in pieces. `lean` steps have
+# 32 elements for each of 128 threads, others 16 for each of 256, `wide` ones 8; half as many where chunks may be cut.
+_PROGRAM = 32
 
+SHORT = (16, 32, 64)  # block lengths below that of a chunk
 ROW = 0  # as a block length: the whole row
 TENSOR = -1  # as a block length: one scale for everything
 
@@ -126,6 +127,12 @@ class Codec(_Constant):
         return self.kind == "codebook" or self.adjacent
 
     @property
+    def lean(self) -> bool:
+        """Whether it takes few: codes of 2, 4 or 8 bits in blocks of a chunk or longer, and what has no code."""
+        coded = self.kind in ("linear", "log") and self.bits in (2, 4, 8) and self.hidden in (0, 4)
+        return self.kind in ("none", "factored", "bfloat16") or (coded and self.block not in SHORT and not self.master)
+
+    @property
     def offset(self) -> int:
         """The code of zero as the forward pass sees it."""
         return 1 << (self.bits - 1) if self.hidden else self.zero_code
@@ -181,8 +188,23 @@ class Step(_Constant):
     @property
     def warps(self) -> int:
         """Warps of a program: as many as keep all its numbers in registers."""
-        wide = any(codec.wide for codec in (self.weight, self.first, self.second))
-        return 8 if wide or self.walk in ("tails", "rows") else 4
+        return 4 if self.lean and self.walk not in ("tails", "rows") else 8
+
+    @property
+    def lean(self) -> bool:
+        """Whether few registers do: what presets use."""
+        usual = self.weight.kind == "minifloat" and self.weight.block not in SHORT and not self.weight.master
+        return self.rule != "adabelief" and (usual or self.weight.lean) and self.first.lean and self.second.lean
+
+    @property
+    def wide(self) -> bool:
+        """Whether it takes many registers."""
+        return any(codec.wide for codec in (self.weight, self.first, self.second))
+
+    @property
+    def piece(self) -> int:
+        """Chunks of a program where they may be cut, and of a piece of a tile that is walked."""
+        return _PROGRAM // 4 if self.wide else _PROGRAM // 2
 
     @property
     def weight_units(self) -> bool:
@@ -262,11 +284,7 @@ def step_of(task: Task) -> Step:
     codecs = {k: codec_of(s.format if s else None, task.rounding[purposes[k]]) for k, s in storages.items()}
     chunks = -(-task.weight.layout.cols // CHUNK)
     tile = 1 << (min(task.chunks_per_tile, max(chunks, 1)) - 1).bit_length()
-    wide = any(codec.wide for codec in codecs.values())
-    gaps = bool(task.weight.layout.cols % (tile * CHUNK))
-    fits = tile <= (PIECE if wide or gaps else _PROGRAM)
-    room = {(True, False): _PROGRAM, (True, True): PIECE, (False, False): PIECE, (False, True): PIECE // 2}[fits, wide]
-    return Step(
+    step = Step(
         rule=task.rule.name,
         **codecs,
         inject=task.inject and codecs["first"].stored,
@@ -276,12 +294,16 @@ def step_of(task: Task) -> Step:
         eps=False,
         held=True,
         indivisible=task.indivisible,
-        tile=tile if fits else 0,
-        chunks=room,
-        walk="tiles" if fits else "rows",
+        tile=tile,
+        chunks=_PROGRAM,
+        walk="tiles",
         ragged=2,
         aligned=False,
     )
+    room = _PROGRAM // 2 if step.wide else _PROGRAM
+    if tile <= (step.piece if task.weight.layout.cols % (tile * CHUNK) else room):
+        return replace(step, chunks=room)
+    return replace(step, tile=0, chunks=step.piece, walk="rows")
 
 
 def at(step: Step, policy: str, l2: bool, eps: bool) -> Step:
