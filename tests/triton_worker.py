@@ -25,6 +25,7 @@ import masterless
 from masterless.backends.triton.backend import TritonBackend
 from masterless.formats import parse
 from masterless.formats.storage import Storage
+from masterless.lab.bench import parity
 from masterless.step import dispatch
 from masterless.step.reference import Task
 
@@ -265,6 +266,11 @@ def refusing() -> None:
         assert message in found, found
 
 
+def doctor() -> None:
+    """What `masterless doctor` checks on a GPU, as far as there are no graphs here."""
+    assert parity.recorded_differences("cpu") == []
+
+
 def _bytes(model: torch.nn.Module, opt: masterless.AdamW) -> dict[str, bytes]:
     tensors = {f"w.{k}": t for k, t in model[0].weight.stored.tensors.items()}
     tensors |= {f"{i}.{k}": t for i, state in enumerate(opt.state.values()) for k, t in state.items()}
@@ -287,7 +293,7 @@ SUITES = {
     "decoding": lambda count: (decoding(), every_code()),
     "stopping": lambda count: stopping(),
     "optimizing": lambda count: optimizing(),
-    "by_device": lambda count: (refusing(), by_device()),
+    "by_device": lambda count: (refusing(), by_device(), doctor()),
     "sweep": lambda count: [check([*covering(20, seed), *hostile(10, seed)]) for seed in range(count)],
 }
 
