@@ -44,8 +44,9 @@ explore: $(EXTRAS)         ## the tests that draw their cases, with new draws, t
 	for i in 1 2 3 4 5 6 7 8 9 10; do HYPOTHESIS_PROFILE=explore OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -q $(DRAWN) || exit 1; done
 
-gpu-check: $(EXTRAS)       ## the GPU kernels in Triton's interpreter over many more random cases (about half an hour)
+gpu-check: $(EXTRAS)       ## the GPU kernels over many more random cases, interpreted and compiled (an hour and a half)
 	$(BIN)/python tests/triton_worker.py sweep 60
+	PYTHONPATH=. $(BIN)/python tests/compile_worker.py 60
 
 $(PEERS): benchmarks/peers.txt | $(STAMP)
 	-$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r $<   # a missing peer is reported, not fatal

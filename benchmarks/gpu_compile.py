@@ -1,6 +1,7 @@
 """Compiles the GPU kernels without a GPU, for four targets, and writes down what came out.
 
-    python -m benchmarks.gpu_compile            # benchmarks/results/gpu_compile.json, and the table in docs/gpu.md
+    python -m benchmarks.gpu_compile            # benchmarks/results/gpu_compile.json: about five core-minutes
+    python benchmarks/update_docs.py            # the table in docs/gpu.md
 
 Instructions per element are static: all machine instructions of a kernel times its threads, over the elements of a
 program. Slow paths that are hardly ever taken (divisions of denormal numbers, the count of bad elements) are in them.
@@ -26,12 +27,11 @@ from masterless.backends.triton.spec import Codec, Step, at, codec_of, step_of
 from masterless.formats import as_first_moment, as_second_moment, parse
 from masterless.formats.rounding import PURPOSES
 from masterless.formats.storage import Storage
-from masterless.step.rules import RULES, Scalars
+from masterless.step.rules import RULES
+from masterless.step.scalars import Scalars
 from masterless.step.task import Task
 
 RESULTS = Path(__file__).parent / "results" / "gpu_compile.json"
-DOCS = Path(__file__).parent.parent / "docs" / "gpu.md"
-WARPS = 4
 TARGETS: dict[str, tuple[str, Any, int]] = {
     "sm_80": ("cuda", 80, 32),
     "sm_90": ("cuda", 90, 32),
@@ -50,8 +50,8 @@ class Kernel:
 
     @property
     def step(self) -> Step:
-        """The kind of step."""
-        return dict(self.constants)["STEP"]
+        """The kind of step; of a kernel without one, a step of nothing."""
+        return dict(self.constants).get("STEP") or surveyed(kind("int4", "int4", "log2"))
 
 
 def kind(
@@ -86,13 +86,19 @@ def _step(name: str, step: Step | None) -> Kernel:
     return Kernel(name, "entry.step_kernel", (("STEP", step),))
 
 
+def _decode(name: str, step: Step) -> Kernel:
+    chosen = launch.whole(replace(surveyed(step), weight=step.weight), 1024)
+    constants = (("STEP", chosen), ("VISIBLE", True), ("BF16", True))
+    return Kernel(f"decode {name} to bf16", "entry.decode_kernel", constants)
+
+
 @cache
 def kernels() -> tuple[Kernel, ...]:
     """The kernels of the table: what presets use first, then one of every sort."""
     int4, fine = kind("int4", "int4", "log2"), kind("int4+4", "int2", "factored", inject=False)
     adafactor = kind("int8:tensor", "int4", "factored", "adafactor_weight_units")
     long = kind("int4:row", "int8:row", "log4:row", cols=20_000)
-    decoding = replace(surveyed(int4), weight=int4.weight)
+    tables = ("dynamic8", "dynamic8", "udynamic8")
 
     def statistic(name: str, step: Step, *more: tuple[str, Any]) -> Kernel:
         return Kernel(name, f"statistics.{name}_kernel", (("STEP", step), *more))
@@ -105,13 +111,12 @@ def kernels() -> tuple[Kernel, ...]:
         _step("fp8:row, int4/log2, injected", launch.tiles(kind("fp8:row", "int4", "log2"), 1024)),
         _step("bf16, bf16/bf16", launch.tiles(kind("bf16", "bf16", "bf16", "adam", False), 1024)),
         _step("int3, int3:64/log3:256, injected", launch.tiles(kind("int3", "int3:64", "log3:256"), 1024)),
+        _step("dynamic8, dynamic8/udynamic8: by tables", launch.tiles(kind(*tables, "adam", False), 1024)),
+        _step("nvfp4, mxfp4/log4, injected", launch.tiles(kind("nvfp4", "mxfp4", "log4"), 1024)),
         _step("int4, int4/log2, injected: tails", launch.tails(kind("int4", "int4", "log2", cols=1000), 1000)),
         _step("int4:row, int8:row/log4:row: long rows", launch.tiles(long, 20_000)),
-        Kernel(
-            "decode int4 to bf16",
-            "entry.decode_kernel",
-            (("STEP", launch.whole(decoding, 1024)), ("VISIBLE", True), ("BF16", True)),
-        ),
+        _decode("int4", int4),
+        _decode("fp8:row", kind("fp8:row", "int4", "log2")),
         statistic("survey", whole),
         statistic("factored_sums", launch.columns(replace(surveyed(fine), weight=Codec()), 1024)),
         statistic("factored_finish", whole),
@@ -119,6 +124,8 @@ def kernels() -> tuple[Kernel, ...]:
         statistic("adafactor_finish", whole),
         statistic("target_peak", launch.whole(adafactor, 1024)),
         statistic("store_scale", replace(whole, weight=codec_of(parse("int8:tensor")))),
+        Kernel("course", "course.course_kernel", ()),
+        Kernel("count", "course.count_kernel", ()),
     )
 
 
@@ -127,23 +134,25 @@ _POINTERS = {
     "record": "*i64",
     "table": "*fp32",
     "adafactor": "*fp64",
+    "courses": "*fp64",
+    "rates": "*fp64",
     "owners": "*i32",
-    "counts": "*i64",
-    "stop": "*i64",
+    "which": "*i32",
+    **dict.fromkeys(("counts", "stop", "counters", "streams", "grads", "odd_steps", "bad", "stopped"), "*i64"),
     "out": "*u16",
 }
 
 
 def compiled(kernel: Kernel, target: str) -> Any:
-    """A kernel as Triton compiles it for a target, with contraction switched off as in every launch."""
+    """A kernel as Triton compiles it for a target, as every launch does."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from masterless.backends.triton import entry, statistics
+    from masterless.backends.triton import course, entry, statistics
 
     module, name = kernel.function.split(".")
-    function = getattr({"entry": entry, "statistics": statistics}[module], name)
+    function = getattr({"entry": entry, "statistics": statistics, "course": course}[module], name)
     constants = dict(kernel.constants)
     signature = {n: "constexpr" if n in constants else _POINTERS[n] for n in function.arg_names}
     source = ASTSource(
@@ -152,8 +161,7 @@ def compiled(kernel: Kernel, target: str) -> Any:
         constexprs={(function.arg_names.index(n),): value for n, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(function.arg_names) if n not in constants},
     )
-    options = {"num_warps": WARPS, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=launch.options(kernel.step))
 
 
 def measured(kernel: Kernel, target: str, made: Any) -> dict[str, Any]:
@@ -165,7 +173,7 @@ def measured(kernel: Kernel, target: str, made: Any) -> dict[str, Any]:
         spilled = int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[0])
     else:
         count, registers, spilled = _of_cubin(made.asm["cubin"])
-    threads = WARPS * TARGETS[target][2]
+    threads = kernel.step.warps * TARGETS[target][2]
     per_element = count * threads / (kernel.step.chunks * 128)
     return {"registers": registers, "spilled": spilled, "instructions": count, "per_element": round(per_element, 1)}
 
@@ -194,26 +202,38 @@ def rows() -> Iterator[dict[str, Any]]:
         yield {"kernel": kernel.name, **{t: measured(kernel, t, compiled(kernel, t)) for t in TARGETS}}
 
 
+def committed() -> list[dict[str, Any]]:
+    """The rows of the last run."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+
+
+# A program of these is not for elements: it is for a matrix or for a parameter.
+_SINGLE = ("factored_finish", "adafactor_finish", "store_scale", "course", "count")
+
+
+def _cell(measured: dict[str, Any], single: bool) -> str:
+    spilled = f", **{measured['spilled']} bytes spilled**" if measured["spilled"] else ""
+    count = f"{measured['instructions']} in all" if single else f"{measured['per_element']:g}"
+    return f"{measured['registers']}, {count}{spilled}"
+
+
 def table(found: list[dict[str, Any]]) -> str:
     """The rows as the table of the documentation."""
     lines = [f"| kernel | {' | '.join(TARGETS)} |", "|---" * (len(TARGETS) + 1) + "|"]
     for row in found:
-        cells = [f"{row[t]['registers']}, {row[t]['per_element']:g}" for t in TARGETS]
+        single = row["kernel"] in _SINGLE
+        cells = [_cell(row[t], single) for t in TARGETS]
         lines.append(f"| {row['kernel']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Writes the results, and the table into the documentation."""
+    """Writes the results."""
     found = []
     for row in rows():
         print(json.dumps(row), flush=True)
         found.append(row)
     RESULTS.write_text("[\n" + ",\n".join(json.dumps(row) for row in found) + "\n]\n")
-    if DOCS.exists():
-        text = DOCS.read_text()
-        mark = re.compile(r"(<!-- gpu_compile -->\n).*?(<!-- end -->)", re.S)
-        DOCS.write_text(mark.sub(lambda m: m.group(1) + table(found) + "\n" + m.group(2), text))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from jobs import Job, Row, command
 from masterless import AdamW, quantize_
 from masterless.lab.models import GPT, GPTConfig
 from masterless.lab.train import TrainSettings, stdlib_corpus, train
-from masterless.step.rules import Scalars
+from masterless.step.scalars import Scalars
 
 RESULTS = Path(__file__).parent / "results" / "ideas.jsonl"
 STEPS = 1500

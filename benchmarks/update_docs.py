@@ -21,7 +21,10 @@ import bench_figures
 import dither_study
 import figures
 import finetune_study
+import gpu_compile
+import gpu_roofline
 import ideas_study
+import products_study
 import scale_drift
 import smollm2_study
 import staleness_study
@@ -76,6 +79,9 @@ def presets_table() -> str:
 
 TABLES["presets"] = presets_table
 TABLES["dither"] = lambda: dither_study.table(load(dither_study.RESULTS))
+TABLES["gpu-compile"] = lambda: gpu_compile.table(gpu_compile.committed())
+TABLES["gpu-roofline"] = gpu_roofline.table
+TABLES["products"] = lambda: products_study.table(load(products_study.RESULTS))
 TABLES["ideas"] = lambda: ideas_study.table(load(ideas_study.RESULTS))
 TABLES["scale-drift"] = lambda: scale_drift.table(load(scale_drift.RESULTS))
 TABLES["stalls"] = lambda: staleness_study.stalls_table(load(staleness_study.RESULTS))

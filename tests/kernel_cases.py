@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from masterless.backends.cpu.backend import CpuBackend
-from masterless.formats import Format, as_first_moment, as_second_moment, names, parse, scaling
+from masterless.formats import SCALE_BITS, Format, as_first_moment, as_second_moment, names, parse, scaling
 from masterless.formats.rounding import PURPOSES, ROUNDINGS, parameter_id, stream_key
 from masterless.formats.storage import Storage
 from masterless.step import reference
@@ -263,3 +263,28 @@ def hostile_case(rng: random.Random) -> Case:
         gradients=rng.choice(["normal", "sparse", "zeros", "tiny", "huge", "mixed", "nan"]),
         steps=2,
     )
+
+
+def covering(count: int, seed: int = 0, shapes: Sequence[tuple[int, ...]] = ()) -> list[Case]:
+    """Random cases in which every format, rule, rounding, shape and kind of gradient has its turn."""
+    rng = random.Random(seed)
+    named = [WEIGHTS, FIRSTS, SECONDS, RULES, shapes or SHAPES, [*GRADIENTS, "normal", "normal"], ROUNDINGS]
+    lists: list[list[Any]] = [list(values) for values in named]
+    for values in lists:
+        rng.shuffle(values)
+    cases = []
+    for i in range(count):
+        weight, first, second, rule, shape, gradients, rounding = (values[i % len(values)] for values in lists)
+        drawn = random_case(rng)
+
+        def variant(name: str, like: str) -> str:
+            fmt = parse(name)
+            options = like.split(":")[1:] if fmt.scaled and not fmt.fixed else []
+            return ":".join([name, *(o for o in options if not (fmt.kind == "log" and o in SCALE_BITS))])
+
+        inject = drawn.inject and first != "none" and RULES[rule].compensable
+        second = variant(second, drawn.second.replace(":tensor", ""))
+        first = variant(first, drawn.first.replace(":tensor", ""))
+        chosen = replace(drawn, weight=variant(weight, drawn.weight), first=first, second=second, rule=rule)
+        cases.append(replace(chosen, shape=shape, gradients=gradients, rounding=rounding, inject=inject))
+    return cases

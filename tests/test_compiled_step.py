@@ -9,9 +9,9 @@ from torch import Tensor, nn
 import masterless as ml
 
 
-def make(**options) -> tuple[nn.Module, ml.AdamW]:
+def make(bias: bool = True, **options) -> tuple[nn.Module, ml.AdamW]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 1))
+    model = nn.Sequential(nn.Linear(64, 64, bias), nn.ReLU(), nn.Linear(64, 64, bias), nn.Linear(64, 32, bias))
     ml.quantize_(model, "int4")
     options = {"lr": 1e-2, "exp_avg": "int4", "exp_avg_sq": "log2", **options}
     return model, ml.AdamW(model.named_parameters(), **options)
@@ -56,6 +56,19 @@ def test_a_compiled_training_step_equals_the_eager_one_to_the_bit():
     assert int(compiled[1].turns) == len(BATCHES)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # Inductor's own
+def test_inductor_steps_to_the_bit_what_it_does_not_add_up_itself():
+    """Its own sums (the loss, gradients of biases) have another order; products are torch's, the step is ours."""
+    torch.compiler.reset()
+    eager, compiled = make(bias=False), make(bias=False)
+    step = training_step(*eager)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        fast = torch.compile(training_step(*compiled), fullgraph=True)
+        for x in BATCHES[:3]:
+            torch.testing.assert_close(step(x), fast(x), rtol=1e-6, atol=0.0)  # sums of 256 squares
+    assert_equal(everything(*eager), everything(*compiled))
+
+
 def test_step_on_equals_step_and_leaves_grad_alone():
     (model, opt), (twin, other) = make(), make()
     training_step(model, opt)(BATCHES[0])
@@ -96,3 +109,12 @@ def test_a_bad_gradient_raises_and_changes_nothing():
     after = everything(model, opt)
     assert_equal(before, {k: after[k] for k in before})
     assert int(opt.turns) == 0
+
+
+def test_a_step_for_the_device_alone_needs_the_gpu_kernels():
+    model, opt = make(lr=torch.tensor(1e-2))
+    with pytest.raises(RuntimeError, match="run a backward pass first"):
+        opt.device_step()
+    model(BATCHES[0]).square().mean().backward()
+    with pytest.raises(ValueError, match="not all parameters are stepped by the Triton kernels"):
+        opt.device_step()

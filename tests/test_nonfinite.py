@@ -7,7 +7,8 @@ from torch import nn
 
 import masterless as ml
 from masterless.optim.base import NonFiniteGradientError
-from masterless.step.rules import RULES, Scalars, check_scalars
+from masterless.step.rules import RULES
+from masterless.step.scalars import Scalars, check_scalars
 from masterless.tensor.quantized import QuantizedTensor
 
 pytestmark = pytest.mark.usefixtures("every_backend")

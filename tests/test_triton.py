@@ -15,7 +15,16 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 @pytest.mark.parametrize(
     ("suite", "count"),
-    [("main", 1), ("covering", 34), ("hostile", 8), ("rows", 1), ("decoding", 1), ("stopping", 1), ("optimizing", 1)],
+    [
+        ("main", 1),
+        ("covering", 34),
+        ("hostile", 8),
+        ("rows", 1),
+        ("decoding", 1),
+        ("stopping", 1),
+        ("optimizing", 1),
+        ("by_device", 1),
+    ],
 )
 def test_the_interpreter_equals_the_reference(suite, count):
     worker = Path(__file__).parent / "triton_worker.py"

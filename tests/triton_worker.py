@@ -10,23 +10,24 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import kernel_cases
 import numpy as np
 import torch
-from kernel_cases import FIRSTS, GRADIENTS, SECONDS, SHAPES, WEIGHTS, Case
+from kernel_cases import SECONDS, WEIGHTS, Case, covering
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 import masterless
 from masterless.backends.triton.backend import TritonBackend
-from masterless.formats import SCALE_BITS, parse
-from masterless.formats.rounding import ROUNDINGS
+from masterless.formats import parse
 from masterless.formats.storage import Storage
+from masterless.lab.bench import parity
 from masterless.step import dispatch
 from masterless.step.reference import Task
-from masterless.step.rules import RULES
 
 BACKEND = TritonBackend()
 
@@ -59,30 +60,6 @@ def check(cases: Sequence[Case]) -> None:
         kernel_cases.check([replace(case, steps=2)], perform)
 
 
-def covering(count: int, seed: int = 0) -> list[Case]:
-    """Random cases in which every format, rule, rounding, shape and kind of gradient has its turn."""
-    rng = random.Random(seed)
-    lists = [WEIGHTS, FIRSTS, SECONDS, list(RULES), SHAPES, [*GRADIENTS, "normal", "normal"], list(ROUNDINGS)]
-    for values in lists:
-        rng.shuffle(values)
-    cases = []
-    for i in range(count):
-        weight, first, second, rule, shape, gradients, rounding = (values[i % len(values)] for values in lists)
-        drawn = kernel_cases.random_case(rng)
-
-        def variant(name: str, like: str) -> str:
-            fmt = parse(name)
-            options = like.split(":")[1:] if fmt.scaled and not fmt.fixed else []
-            return ":".join([name, *(o for o in options if not (fmt.kind == "log" and o in SCALE_BITS))])
-
-        inject = drawn.inject and first != "none" and RULES[rule].compensable
-        second = variant(second, drawn.second.replace(":tensor", ""))
-        first = variant(first, drawn.first.replace(":tensor", ""))
-        chosen = replace(drawn, weight=variant(weight, drawn.weight), first=first, second=second, rule=rule)
-        cases.append(replace(chosen, shape=shape, gradients=gradients, rounding=rounding, inject=inject))
-    return cases
-
-
 def hostile(count: int, seed: int = 0) -> list[Case]:
     """Cases with results that are huge or not finite."""
     rng = random.Random(1000 + seed)
@@ -107,7 +84,7 @@ def main_formats() -> list[Case]:
 def long_rows() -> list[Case]:
     """Rows that are one tile and longer than a program."""
     return [
-        Case(weight=w, first=m, second=v, shape=(2, 9000), gradients=g)
+        Case(weight=w, first=m, second=v, shape=(2, 2100), gradients=g)
         for w, m, v, g in (
             ("int4:row", "int8:row", "log4:row", "normal"),
             ("fp32", "int4", "log2:row", "sparse"),
@@ -128,6 +105,15 @@ def decoding() -> None:
                 assert torch.equal(BACKEND.decode(storage, torch.float32, visible), expected), (name, shape)
                 half = BACKEND.decode(storage, torch.bfloat16, visible)
                 assert torch.equal(half, expected.to(torch.bfloat16)), (name, shape)
+
+
+def every_code() -> None:
+    """Small floats are made of their bits: every byte decodes as the table says, also those that no encoder writes."""
+    for name in ("fp8", "ufp8", "mxfp8", "mxfp8-e5m2", "fp8+32"):
+        storage = Storage.zeros(parse(name), (2, 128)).encode_(torch.ones(2, 128))
+        storage.tensors["codes"].copy_(torch.arange(256).view(2, 128))
+        found, expected = BACKEND.decode(storage, torch.float32), storage.decode(visible=True)
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), name
 
 
 def stopping() -> None:
@@ -192,6 +178,99 @@ def optimizing() -> None:
         assert opt.state_dict()["state"]
 
 
+class NoWaiting(TorchDispatchMode):
+    """Refuses every operation whose result the host would have to wait for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "_assert_async")
+        assert func._schema.name.removeprefix("aten::") not in waits, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def by_device() -> None:
+    """A step that the device repeats by itself equals the one that the host computes, and never waits."""
+    dispatch.register("cpu", BACKEND)
+    with NoWaiting():
+        assert "waits for the device" in _error(lambda: float(torch.ones(2).sum()))
+    low = {"exp_avg": "int4", "exp_avg_sq": "log2"}
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (masterless.AdamW, low),
+        (masterless.Adam, {**low, "weight_decay": 0.1, "error_compensation": False, "exp_avg_sq": "factored"}),
+        (masterless.SGD, {"momentum": 0.9, "dampening": 0.2, "momentum_buffer": "int4", "weight_decay": 0.01}),
+        (masterless.SGD, {"momentum": 0.9, "nesterov": True, "momentum_buffer": "int8", "nonfinite": "skip"}),
+        (masterless.RMSprop, {"momentum": 0.8, "momentum_buffer": "int4", "square_avg": "log4"}),
+        (masterless.Lion, {"exp_avg": "int4", "error_compensation": False, "scale_policy": "recompute"}),
+    ]
+    for kind, options in kinds:
+        sides = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(128, 32, bias=kind is masterless.AdamW))
+            masterless.quantize_(model, "int4")
+            lr = torch.tensor(1e-2)
+            sides.append((model, kind(model.named_parameters(), **{"lr": lr, "seed": 7, **options}), lr))
+        (model, opt, _), (twin, other, _) = sides
+        step, rates = None, [1e-2, 0.0, 1e-3, float("inf")]
+        for i, rate in enumerate(rates):
+            for net, _, lr in sides:
+                lr.fill_(rate)
+                net.zero_grad()
+                x = torch.randn(8, 128, generator=torch.Generator().manual_seed(i))
+                net(x).square().mean().backward()
+                if i == 2:
+                    net[0].weight.grad[2, 3] = float("nan")
+            try:
+                opt.step()
+                opt.synchronize()
+            except (RuntimeError, ValueError) as error:
+                expected = str(error)
+            else:
+                expected = ""
+            step = step or other.device_step()
+            with NoWaiting(), np.errstate(all="ignore"):
+                step()
+            found = _error(other.synchronize) if expected else other.synchronize()
+            if i == 2:
+                assert (opt.nonfinite_counts == other.nonfinite_counts) and (expected == (found or ""))
+            if rate == float("inf"):
+                assert "would not be finite" in expected and "would not have been finite" in str(found)
+            assert _bytes(model, opt) == _bytes(twin, other), (kind, options, i)
+        for _, _, lr in sides:
+            lr.fill_(2e-3)
+        opt.step()  # and on with the host's steps, from the device's counts
+        other.step()
+        opt.step()
+        step()
+        opt.synchronize(), other.synchronize()
+        assert _bytes(model, opt) == _bytes(twin, other), (kind, options)
+        other.load_state_dict(other.state_dict())
+        assert "call device_step() again" in _error(step)
+        assert {int(s["step"]) for s in other.state.values()} == {5 if options.get("nonfinite") == "skip" else 4}
+
+
+def refusing() -> None:
+    """What cannot be left to the device is said when the step is made."""
+    dispatch.register("cpu", BACKEND)
+    lr = {"lr": torch.tensor(1e-2)}
+    for kind, options, message in (
+        (masterless.AdamW, {"lr": 1e-2}, "lr=0.01 would never change; pass lr=torch.tensor"),
+        (masterless.AdamW, {**lr, "nonfinite": "raise-now"}, "use 'raise' or 'skip'"),
+        (masterless.AdamW, {**lr, "reset": 10, "exp_avg_sq": "uint8"}, "pass reset=None"),
+        (masterless.Adafactor, lr, "rule 'adafactor' are computed on the host"),
+    ):
+        model = torch.nn.Linear(128, 32, bias=False)
+        opt = kind(model.parameters(), **options)
+        assert "run a backward pass first" in _error(opt.device_step)
+        model(torch.ones(1, 128)).sum().backward()
+        found = _error(opt.device_step)
+        assert message in found, found
+
+
+def doctor() -> None:
+    """What `masterless doctor` checks on a GPU, as far as there are no graphs here."""
+    assert parity.recorded_differences("cpu") == []
+
+
 def _bytes(model: torch.nn.Module, opt: masterless.AdamW) -> dict[str, bytes]:
     tensors = {f"w.{k}": t for k, t in model[0].weight.stored.tensors.items()}
     tensors |= {f"{i}.{k}": t for i, state in enumerate(opt.state.values()) for k, t in state.items()}
@@ -201,7 +280,7 @@ def _bytes(model: torch.nn.Module, opt: masterless.AdamW) -> dict[str, bytes]:
 def _error(step: Callable[[], object]) -> str:
     try:
         step()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, AssertionError) as error:
         return str(error)
     raise AssertionError("no error")
 
@@ -211,9 +290,10 @@ SUITES = {
     "covering": lambda count: check(covering(count)),
     "hostile": lambda count: check(hostile(count)),
     "rows": lambda count: check(long_rows()),
-    "decoding": lambda count: decoding(),
+    "decoding": lambda count: (decoding(), every_code()),
     "stopping": lambda count: stopping(),
     "optimizing": lambda count: optimizing(),
+    "by_device": lambda count: (refusing(), by_device(), doctor()),
     "sweep": lambda count: [check([*covering(20, seed), *hostile(10, seed)]) for seed in range(count)],
 }
 

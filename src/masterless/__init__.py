@@ -26,6 +26,7 @@ from masterless.tensor.build import build_quantized
 from masterless.tensor.calibrate import calibrate_
 from masterless.tensor.head import linear_cross_entropy
 from masterless.tensor.hidden import show_hidden_bits_
+from masterless.tensor.products import use_products_
 from masterless.tensor.quantize import dequantize_, quantize_
 from masterless.tensor.quantized import QuantizedTensor
 
@@ -65,4 +66,5 @@ __all__ = [
     "show_hidden_bits_",
     "staleness",
     "step_in_backward",
+    "use_products_",
 ]

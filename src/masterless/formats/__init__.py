@@ -3,12 +3,12 @@
 from masterless.formats.format import (
     DEFAULT_BLOCK,
     MASTER,
-    MINIFLOATS,
     SCALE_BITS,
     Format,
     FormatError,
     as_first_moment,
     as_second_moment,
+    minifloat,
     names,
     parse,
 )
@@ -16,12 +16,12 @@ from masterless.formats.format import (
 __all__ = [
     "DEFAULT_BLOCK",
     "MASTER",
-    "MINIFLOATS",
     "SCALE_BITS",
     "Format",
     "FormatError",
     "as_first_moment",
     "as_second_moment",
+    "minifloat",
     "names",
     "parse",
 ]

@@ -202,6 +202,13 @@ MINIFLOATS = {
     "mxfp4": (2, 1, 0x8),
     "nvfp4": (2, 1, 0x8),
 }
+
+
+def minifloat(format: Format) -> tuple[int, int, int] | None:
+    """Exponent bits, mantissa bits and the code of the sign bit of a format whose levels are small floats."""
+    return MINIFLOATS.get(format.family.removesuffix("+32"))
+
+
 _NOT_FINITE = {(4, 3): 1, (5, 2): 4}  # the last codes of E4M3 (a NaN) and of E5M2 (infinity and NaNs)
 
 _FAMILIES: dict[str, Format] = {

@@ -27,7 +27,7 @@ from masterless.insight import forecast as predict
 from masterless.optim.base import LowBitOptimizer
 from masterless.optim.resets import local_step
 from masterless.step import tile
-from masterless.step.rules import Scalars
+from masterless.step.scalars import Scalars
 from masterless.tensor.quantized import weight_storage
 
 _PLAIN = {torch.float32: "fp32", torch.bfloat16: "bf16"}

@@ -19,6 +19,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from masterless.optim.device_step import DeviceStep
+
 if TYPE_CHECKING:
     from masterless.optim.base import LowBitOptimizer
 
@@ -61,7 +63,7 @@ def _(grads: Sequence[Tensor], which: Sequence[int], turns: Tensor, optimizer: i
 
 
 class StepOperator:
-    """What an optimizer has of the operator: its number, a counter, and the call."""
+    """What an optimizer has for graphs: the operator's number, a counter, the call, and a step for the device alone."""
 
     number: int
     turns: Tensor
@@ -75,3 +77,11 @@ class StepOperator:
         given = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
         chosen = [grad for _, grad in given]
         torch.ops.masterless.step(chosen, [i for i, _ in given], self.turns, self.number)
+
+    def device_step(self) -> DeviceStep:
+        """A step that the host only launches, for a CUDA graph (`masterless.optim.device_step`).
+
+        Needs a GPU with Triton, ``lr`` as a tensor on the device, and gradients from a first backward pass. Call it
+        inside ``torch.cuda.graph``; `synchronize` tells of bad gradients. Make a new one after loading a checkpoint.
+        """
+        return DeviceStep(self)  # type: ignore[arg-type]

@@ -21,7 +21,8 @@ from masterless.optim.options import Options, common
 from masterless.optim.plan import Member, StepPlan, counter_of, explained, of_all_ranks, scale_policy, task_of
 from masterless.step import dispatch, tile
 from masterless.step.orthogonal import ADJUSTMENTS, given_back, newton_schulz, shape_factor
-from masterless.step.rules import RULES, Rule, Scalars, Update, check_scalars
+from masterless.step.rules import RULES, Rule, Update
+from masterless.step.scalars import Scalars, check_scalars
 from masterless.step.task import ALONE, Task
 
 if TYPE_CHECKING:
@@ -321,7 +322,7 @@ class MatrixPlan(StepPlan):
 
     def step(self, optimizer: LowBitOptimizer, members: Sequence[Member]) -> list[tuple[Member, int]]:
         """Steps the parameters that have a gradient; returns those with bad elements, and how many."""
-        members, grads = self._with_gradients(optimizer, members)
+        members, grads = self.with_gradients(optimizer, members)
         if not members:
             return []
         matrices = [_Matrix.of(optimizer, member, grad) for member, grad in zip(members, grads, strict=True)]

@@ -63,7 +63,7 @@ class Options(TypedDict, total=False):
 REFUSED = {
     "amsgrad": "it needs a third buffer, and a maximum of rounded numbers only ever rounds up; leave it out",
     "centered": "it needs a third buffer; AdaBelief tracks the variance around the mean with two",
-    "capturable": "the step's scalars are computed on the host; leave it out",
+    "capturable": "the step's scalars are computed on the host; leave it out and let a graph hold opt.device_step()",
     "differentiable": "rounding has no derivative; use torch.optim for differentiable steps",
 }
 

@@ -32,12 +32,14 @@ from masterless.formats.storage import Storage, StorageError, memory_fault
 from masterless.optim import resets, units
 from masterless.optim.watch import Member, Watch
 from masterless.step import dispatch
-from masterless.step.rules import Rule, Scalars, check_scalars
+from masterless.step.rules import Rule
+from masterless.step.scalars import Scalars, check_scalars
 from masterless.step.task import Task
 from masterless.tensor.quantized import local_of, weight_storage
 
 if TYPE_CHECKING:
     from masterless.optim.base import LowBitOptimizer
+    from masterless.optim.device_step import DeviceStep
 
 PLAIN = {torch.float32: parse("fp32"), torch.bfloat16: parse("bf16")}
 _address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
@@ -80,6 +82,7 @@ class StepPlan:
         self.addresses: list[int] = []  # of the last step's gradients
         self.moved = True  # whether the last step moved anything
         self.unsettled: list[tuple[dispatch.Outcome, Batch, Sequence[Member]]] = []  # steps that the host ran ahead of
+        self.captured: DeviceStep | None = None  # the step that the device repeats by itself
 
     def step(self, optimizer: LowBitOptimizer, members: Sequence[Member]) -> list[tuple[Member, int]]:
         """Steps the parameters that have a gradient; returns those with bad elements, and how many.
@@ -87,10 +90,10 @@ class StepPlan:
         If a gradient is not finite that must be (``nonfinite="raise"``), nothing has moved. A target that is not
         finite is found only on the way: its tile stays, the others have moved.
         """
-        members, grads = self._with_gradients(optimizer, members)
+        members, grads = self.with_gradients(optimizer, members)
         if not members:
             return []
-        batch = self._current(optimizer, members, grads)
+        batch = self.current(optimizer, members, grads)
         turn = turn_of(optimizer, batch, members, grads)
         afterwards = [
             resets.before_step(optimizer, group, p, name) for group, p, name in members if group["reset"] is not None
@@ -118,7 +121,9 @@ class StepPlan:
 
         A step that was stopped on its device is taken back from the counters: it has moved nothing.
         """
-        bad = []
+        bad: list[tuple[Member, int]] = []
+        if self.captured is not None:
+            bad, self.moved = self.captured.settle()
         while self.unsettled:
             outcome, batch, members = self.unsettled.pop(0)
             assert outcome.settle is not None
@@ -145,7 +150,7 @@ class StepPlan:
             f"them"
         )
 
-    def _current(self, optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> Batch:
+    def current(self, optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> Batch:
         """The last step's batch if everything is as it was then, else one of entries that are made anew as need be."""
         if (
             self.batch is not None
@@ -165,7 +170,7 @@ class StepPlan:
         self.batch = batch_of(entries, Watch.of(optimizer, members, grads) if kept else None, members, optimizer)
         return self.batch
 
-    def _with_gradients(
+    def with_gradients(
         self, optimizer: LowBitOptimizer, members: Sequence[Member]
     ) -> tuple[Sequence[Member], Sequence[Tensor]]:
         """The members with a gradient, and their gradients as dense memory; all are checked before anything moves."""

@@ -32,7 +32,7 @@ from masterless.formats import Format, parse
 from masterless.formats.packing import unpack
 from masterless.formats.storage import Storage, factored_rows
 from masterless.step import staleness
-from masterless.step.rules import Scalars
+from masterless.step.scalars import Scalars
 
 if TYPE_CHECKING:
     from masterless.optim.base import LowBitOptimizer

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from masterless.formats.format import parse
 from masterless.formats.storage import Storage, tensor_specs
-from masterless.step.rules import Scalars
+from masterless.step.scalars import Course, Scalars
 from masterless.step.task import Task
 
 REFERENCE = "reference"
@@ -76,8 +76,55 @@ class Outcome(NamedTuple):
     settle: Callable[[], Outcome] | None = None
 
 
+@dataclass(slots=True)
+class Captive:
+    """What a step needs that is to be repeated without the host: what `Turn` has, as far as it does not change.
+
+    Attributes:
+        courses: what the numbers of every task's steps follow from.
+        kinds: of each task: scale policy, whether weight decay is coupled, whether eps is above zero.
+        lrs: the learning rates, tensors of one element on the device ...
+        which: ... and which of them each task takes.
+        seeds: of the random bits.
+        identities: of the parameters.
+        counts: steps that each task has taken.
+        must_be_finite: of each task: whether one bad gradient stops the whole step.
+    """
+
+    courses: Sequence[Course]
+    kinds: Sequence[tuple[str, bool, bool]]
+    lrs: Sequence[Tensor]
+    which: Sequence[int]
+    seeds: NDArray[np.uint64]
+    identities: NDArray[np.uint64]
+    counts: Sequence[int]
+    must_be_finite: Sequence[bool]
+
+
+class Tally(NamedTuple):
+    """How captured steps went: every task's count of steps and bad elements; steps stopped; numbers not finite."""
+
+    counts: list[int]
+    bad: list[int]
+    stopped: int
+    odd: int
+
+
+class Captured(Protocol):
+    """A step that can be repeated without the host."""
+
+    def set_counts(self, counts: Sequence[int]) -> None:
+        """Says how many steps each task has taken."""
+
+    def step(self, grads: Sequence[Tensor]) -> None:
+        """One step, which the host only launches."""
+
+    def read(self) -> Tally:
+        """Waits, and says how the steps since the last question went."""
+
+
 class Backend(Protocol):
-    """What performs steps and decodes."""
+    """What performs steps and decodes. One that can also has ``capture(prepared, captive) -> Captured``."""
 
     def refusal(self, task: Task) -> str:
         """Why this backend cannot perform a task; empty if it can."""

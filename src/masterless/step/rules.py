@@ -8,7 +8,7 @@ Contract:
 
     * Only add, subtract, multiply, divide and the correctly rounded square root, one operation at a time and in
       the order written: the compiled kernel repeats it to the bit. Every scalar is computed once, in
-      double precision, by the rule's `scalars` function and rounded to fp32 where it meets a tile.
+      double precision, by the rule's `scalars` function (`scalars.py`) and rounded to fp32 where it meets a tile.
     * Nothing moves where a denominator is zero (`quotient`).
     * A first moment of None means that it is not stored: the gradient stands in its place.
     * The second moment arrives as a function of this step's innovation (``g * g`` for most rules), because
@@ -22,7 +22,6 @@ Contract:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -30,25 +29,23 @@ import torch
 from torch import Tensor
 
 from masterless.formats.codec import exact_sqrt
+from masterless.step.scalars import (
+    Planned,
+    Scalars,
+    adafactor_scalars,
+    adafactor_weight_scalars,
+    adam_course,
+    adam_weight_course,
+    finish_adafactor,
+    finish_adafactor_weight_units,
+    lion_course,
+    rmsprop_course,
+    rmsprop_weight_course,
+    sgd_course,
+    sgd_weight_course,
+)
 
 SecondMoment = Callable[[Tensor], Tensor]
-_LARGEST_FLOAT = torch.finfo(torch.float32).max
-
-
-class Scalars(NamedTuple):
-    """The numbers of one step of one parameter. What a rule does not use is left at its default."""
-
-    step_size: float = 0.0  # W~ = decay * W - step_size * direction / denominator
-    decay: float = 1.0  # decoupled weight decay: 1 - lr * weight_decay
-    l2: float = 0.0  # coupled weight decay, added to the gradient
-    keep1: float = 0.0  # beta1 (or momentum): what is kept of the first moment
-    rate1: float = 1.0  # what of the gradient enters it
-    keep2: float = 0.0  # beta2 (alpha)
-    rate2: float = 1.0
-    bias2: float = 1.0  # 1 / sqrt(1 - beta2^t)
-    eps: float = 0.0
-    clip: float = 1.0  # Adafactor: what update clipping leaves of the update
-    inject: float = 0.0  # error compensation: u <- u + inject * e
 
 
 class Update(NamedTuple):
@@ -167,147 +164,6 @@ def adafactor_weight_units(g: Tensor, u: Tensor | None, second_moment: SecondMom
     return Update(u, v, u, None)
 
 
-# --- scalars: hyperparameters and local step counters to the numbers of one step --------------------------
-
-
-def _lost_share(persistence: float) -> float:
-    """``1 - 1/b``: what the buffer must gain so that its geometric tail returns one unit of error."""
-    return 1.0 - 1.0 / persistence if persistence > 0.0 else 0.0
-
-
-def _in_weight_units(c: Scalars, share: float) -> Scalars:
-    """The same step with its size inside the momentum, and `share` as the factor of error compensation.
-
-    Where nothing moves nothing was lost, and what was lost before waits: u stays as it is.
-    """
-    if c.keep1 == 0.0:  # there is no momentum
-        return c
-    if c.step_size == 0.0:
-        return c._replace(keep1=1.0, rate1=0.0, inject=0.0)
-    return c._replace(step_size=1.0, rate1=c.rate1 * c.step_size, inject=share)
-
-
-def adam_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
-    """Scalars of Adam, AdamW and AdaBelief after `t1` (`t2`) updates of the first (second) moment."""
-    lr, wd = float(group["lr"]), group["weight_decay"]
-    beta1, beta2 = group["betas"]
-    bias1 = 1.0 - beta1**t1
-    return Scalars(
-        step_size=lr / bias1,
-        decay=1.0 - lr * wd if group["decoupled_weight_decay"] else 1.0,
-        l2=0.0 if group["decoupled_weight_decay"] else wd,
-        keep1=beta1,
-        rate1=1.0 - beta1,
-        keep2=beta2,
-        rate2=1.0 - beta2,
-        bias2=1.0 / math.sqrt(1.0 - beta2**t2),
-        eps=group["eps"],
-    )
-
-
-def adam_weight_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
-    """Scalars of Adam in weight units."""
-    c = adam_scalars(group, t1, t2)._replace(step_size=float(group["lr"]))
-    return _in_weight_units(c, _lost_share(c.keep1))
-
-
-def rmsprop_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
-    """Scalars of RMSprop."""
-    lr, mu, alpha = float(group["lr"]), group["momentum"], group["alpha"]
-    return Scalars(
-        step_size=lr,
-        l2=group["weight_decay"],
-        keep1=mu,
-        keep2=alpha,
-        rate2=1.0 - alpha,
-        eps=group["eps"],
-    )
-
-
-def rmsprop_weight_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
-    """Scalars of RMSprop in weight units."""
-    c = rmsprop_scalars(group, t1, t2)
-    return _in_weight_units(c, _lost_share(c.keep1))
-
-
-def sgd_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
-    """Scalars of SGD; like torch's, the first step ignores dampening."""
-    lr, mu = float(group["lr"]), group["momentum"]
-    return Scalars(
-        step_size=lr,
-        l2=group["weight_decay"],
-        keep1=mu,
-        rate1=1.0 if t1 == 1 else 1.0 - group["dampening"],
-    )
-
-
-def sgd_weight_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
-    """Scalars of SGD in weight units. Nesterov reads the buffer through one more mu, so it is given 1/mu as much."""
-    c = sgd_scalars(group, t1, t2)
-    share = _lost_share(c.keep1)
-    return _in_weight_units(c, share / c.keep1 if group["nesterov"] and c.keep1 else share)
-
-
-def lion_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
-    """Scalars of Lion; beta2 is the decay of its only buffer."""
-    lr = float(group["lr"])
-    beta1, beta2 = group["betas"]
-    return Scalars(
-        step_size=lr,
-        decay=1.0 - lr * group["weight_decay"],
-        rate1=1.0 - beta1,
-        rate2=1.0 - beta2,
-    )
-
-
-def adafactor_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
-    """Scalars of Adafactor before the parameter's own statistics are known (`finish_adafactor`)."""
-    lr = float(group["lr"])
-    rate2 = float(t2) ** group["beta2_decay"]
-    return Scalars(
-        step_size=min(lr, 1.0 / math.sqrt(t2)),
-        decay=1.0 - lr * group["weight_decay"],
-        keep1=group["beta1"],
-        rate1=1.0 - group["beta1"],
-        keep2=1.0 - rate2,
-        rate2=rate2,
-        eps=group["eps"][0],
-    )
-
-
-def adafactor_weight_scalars(group: Mapping[str, Any], t1: int, t2: int) -> Scalars:
-    """Scalars of Adafactor in weight units, likewise unfinished."""
-    c = adafactor_scalars(group, t1, t2)
-    return c._replace(inject=_lost_share(c.keep1))
-
-
-def finish_adafactor(c: Scalars, group: Mapping[str, Any], rms_weight: float, rms_update: float) -> Scalars:
-    """Adafactor's step is relative to the weight's RMS, and an update whose RMS exceeds `d` is scaled down."""
-    alpha = max(group["eps"][1], rms_weight) * c.step_size
-    clip = 1.0 / max(1.0, rms_update / group["d"])
-    without_buffer = group["beta1"] == 0.0
-    return c._replace(step_size=alpha * clip if without_buffer else alpha, clip=clip)
-
-
-def finish_adafactor_weight_units(
-    c: Scalars, group: Mapping[str, Any], rms_weight: float, rms_update: float
-) -> Scalars:
-    """The same in weight units."""
-    c = finish_adafactor(c, group, rms_weight, rms_update)
-    return _in_weight_units(c._replace(rate1=c.rate1 * c.clip), c.inject)
-
-
-def check_scalars(scalars: Scalars, group: Mapping[str, Any]) -> None:
-    """Raises a ValueError if a step's numbers are not finite fp32: a scheduler wrote nan or infinity into the group."""
-    bad = [name for name, value in zip(Scalars._fields, scalars, strict=True) if not abs(value) <= _LARGEST_FLOAT]
-    if bad:
-        given = ", ".join(f"{k}={group[k]!r}" for k in ("lr", "betas", "momentum", "eps", "weight_decay") if k in group)
-        raise ValueError(
-            f"the step's {', '.join(bad)} would not be finite with {given}: rounding would turn that into finite "
-            f"garbage. Nothing has changed; look at the learning-rate schedule"
-        )
-
-
 class Rule(NamedTuple):
     """A rule as data.
 
@@ -353,22 +209,24 @@ _SURPRISE = (
 )
 _OF_GRADIENT, _OF_UPDATE = _RESCALED.format("gradient"), _RESCALED.format("update")
 
+_ADAM, _ADAM_INSIDE = Planned(adam_course), Planned(adam_weight_course)
+_RMSPROP, _RMSPROP_INSIDE = Planned(rmsprop_course), Planned(rmsprop_weight_course)
+_SGD, _SGD_INSIDE = Planned(sgd_course), Planned(sgd_weight_course)
+
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("adam", adam, adam_scalars, "exp_avg", "exp_avg_sq", obstacle=_OF_GRADIENT),
-        Rule(
-            "adam_update_units", adam_update_units, adam_scalars, "exp_avg", "exp_avg_sq", "update", obstacle=_OF_UPDATE
-        ),
-        Rule("adam_weight_units", adam_weight_units, adam_weight_scalars, "exp_avg", "exp_avg_sq", "weight"),
-        Rule("adabelief", adabelief, adam_scalars, "exp_avg", "exp_avg_var", obstacle=_SURPRISE),
-        Rule("rmsprop", rmsprop, rmsprop_scalars, "momentum_buffer", "square_avg", "update", obstacle=_OF_UPDATE),
-        Rule("rmsprop_weight_units", rmsprop, rmsprop_weight_scalars, "momentum_buffer", "square_avg", "weight"),
-        Rule("sgd", sgd, sgd_scalars, "momentum_buffer", None, obstacle=_OF_GRADIENT),
-        Rule("sgd_weight_units", sgd, sgd_weight_scalars, "momentum_buffer", None, "weight"),
-        Rule("sgd_nesterov", sgd_nesterov, sgd_scalars, "momentum_buffer", None, obstacle=_OF_GRADIENT),
-        Rule("sgd_nesterov_weight_units", sgd_nesterov, sgd_weight_scalars, "momentum_buffer", None, "weight"),
-        Rule("lion", lion, lion_scalars, "exp_avg", None, obstacle=_SIGN),
+        Rule("adam", adam, _ADAM, "exp_avg", "exp_avg_sq", obstacle=_OF_GRADIENT),
+        Rule("adam_update_units", adam_update_units, _ADAM, "exp_avg", "exp_avg_sq", "update", obstacle=_OF_UPDATE),
+        Rule("adam_weight_units", adam_weight_units, _ADAM_INSIDE, "exp_avg", "exp_avg_sq", "weight"),
+        Rule("adabelief", adabelief, _ADAM, "exp_avg", "exp_avg_var", obstacle=_SURPRISE),
+        Rule("rmsprop", rmsprop, _RMSPROP, "momentum_buffer", "square_avg", "update", obstacle=_OF_UPDATE),
+        Rule("rmsprop_weight_units", rmsprop, _RMSPROP_INSIDE, "momentum_buffer", "square_avg", "weight"),
+        Rule("sgd", sgd, _SGD, "momentum_buffer", None, obstacle=_OF_GRADIENT),
+        Rule("sgd_weight_units", sgd, _SGD_INSIDE, "momentum_buffer", None, "weight"),
+        Rule("sgd_nesterov", sgd_nesterov, _SGD, "momentum_buffer", None, obstacle=_OF_GRADIENT),
+        Rule("sgd_nesterov_weight_units", sgd_nesterov, _SGD_INSIDE, "momentum_buffer", None, "weight"),
+        Rule("lion", lion, Planned(lion_course), "exp_avg", None, obstacle=_SIGN),
         Rule(
             "adafactor",
             adafactor,

@@ -20,7 +20,8 @@ from masterless.formats import codec, scaling
 from masterless.formats.factored import sum_unit
 from masterless.formats.storage import factored_rows
 from masterless.step import tile
-from masterless.step.rules import Scalars, SecondMoment, Update
+from masterless.step.rules import SecondMoment, Update
+from masterless.step.scalars import Scalars
 from masterless.step.task import ALONE, Alone, Task
 
 SLAB = 1 << 19  # elements that temporaries may have

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from masterless.formats.layout import CHUNK
 from masterless.formats.storage import Storage
-from masterless.step.rules import Rule, Scalars
+from masterless.step.rules import Rule
+from masterless.step.scalars import Scalars
 
 
 class Alone:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from masterless.formats import codec
 from masterless.formats.storage import Storage
-from masterless.step.rules import Rule, Scalars, SecondMoment, Update, quotient
+from masterless.step.rules import Rule, SecondMoment, Update, quotient
+from masterless.step.scalars import Scalars
 
 LARGEST = torch.finfo(torch.float32).max
 

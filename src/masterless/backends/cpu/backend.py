@@ -26,7 +26,7 @@ from torch.autograd.graph import increment_version
 from masterless.backends.cpu import library
 from masterless.backends.cpu.interface import interface
 from masterless.backends.reference import at
-from masterless.formats import MINIFLOATS, Format, scaling
+from masterless.formats import Format, minifloat, scaling
 from masterless.formats.arithmetic import exact_arithmetic
 from masterless.formats.codec import LOG_LOW_RANK, round_scale_up
 from masterless.formats.layout import CHUNK
@@ -34,7 +34,7 @@ from masterless.formats.packing import row_bytes
 from masterless.formats.storage import Storage
 from masterless.step import dispatch, statistics
 from masterless.step.dispatch import Outcome, Turn
-from masterless.step.rules import Scalars
+from masterless.step.scalars import Scalars
 from masterless.step.task import Task
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -73,10 +73,10 @@ def _format_fields(format: Format) -> dict[str, Any]:
         "low_rank": LOG_LOW_RANK.get(format.bits, 0),
     }
     if format.kind == "codebook":
-        family = format.family.removesuffix("+32")
-        if family in MINIFLOATS:
+        small = minifloat(format)
+        if small is not None:
             fields["kind"] = known.kinds["minifloat"]
-            fields["exponent_bits"], fields["mantissa_bits"], _ = MINIFLOATS[family]
+            fields["exponent_bits"], fields["mantissa_bits"], _ = small
         fields["level_count"] = len(format.levels)
         tables = _tables(format)
         fields |= {name: array.ctypes.data for name, array in vars(tables).items()}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,17 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from masterless.backends.triton import launch
+from masterless.backends.triton.capture import COUNTS, NUMBERS, CapturedStep
 from masterless.backends.triton.launch import FIELDS, WORK, Launch
 from masterless.backends.triton.spec import KNOWN_RULES, Codec, Step, at, codec_of
 from masterless.formats.scaling import FROZEN
 from masterless.formats.storage import Storage
 from masterless.step import dispatch
-from masterless.step.dispatch import Outcome, Turn
-from masterless.step.rules import Scalars
+from masterless.step.dispatch import Captive, Captured, Outcome, Turn
+from masterless.step.scalars import Scalars
 from masterless.step.task import Task
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_COUNTS = 3  # `record.COUNTS`
-_NUMBERS = len(Scalars._fields) + 1
 _ADAFACTOR = 5
 _NOTHING = Codec()
 Numbers = tuple[str, bool, bool]  # what of a step's kind its numbers decide: scale policy, coupled weight decay, eps
@@ -132,8 +131,8 @@ class TritonBackend:
         if phases is None:
             phases = prepared.phases[key] = _phases(prepared, kinds, must, only_survey)
         work = _workspace(prepared, records)
-        _run(phases, prepared.device, records, numbers, adafactor, work, len(prepared.tasks))
-        found = work[: _COUNTS * len(records) + 1]
+        _run(phases, prepared.device, records, numbers, adafactor, work)
+        found = work[: COUNTS * len(records) + 1]
         if turn.later and not only_survey:
             increment_version(prepared.codes)
             return Outcome(np.zeros(len(records), dtype=np.int64), True, _Later(found).settle)
@@ -141,6 +140,16 @@ class TritonBackend:
         if outcome.moved:
             increment_version(prepared.codes)
         return outcome
+
+    def capture(self, prepared: Prepared, captive: Captive) -> Captured:
+        """A step of these tasks that the host only launches."""
+        from masterless.backends.triton import course
+
+        records = prepared.records
+        records[:, FIELDS.index("must_be_finite")] = captive.must_be_finite
+        phases = _phases(prepared, captive.kinds, captive.must_be_finite, False)
+        _workspace(prepared, records)
+        return CapturedStep(prepared, partial(_launch, phases), captive, course)
 
     def decode(self, storage: Storage, dtype: torch.dtype, visible: bool = True) -> Tensor:
         """The stored values as fp32, or as bf16 (rounded to nearest even), in the tensor's shape."""
@@ -162,14 +171,14 @@ class TritonBackend:
             step,
             visible and not storage.format.shown,
             dtype == torch.bfloat16,
-            enable_fp_fusion=False,
+            **launch.options(step),
         )
         return out
 
 
 def _outcome(found: Tensor, only_survey: bool = False) -> Outcome:
     """What counters and stop flag say, on the host."""
-    counts = found[:-1].view(-1, _COUNTS).numpy().sum(axis=1)
+    counts = found[:-1].view(-1, COUNTS).numpy().sum(axis=1)
     return Outcome(counts, not only_survey and not bool(found[-1]))
 
 
@@ -225,7 +234,7 @@ def _fill(prepared: Prepared, turn: Turn) -> tuple[NDArray[Any], NDArray[Any], N
     records[:, FIELDS.index("must_be_finite")] = turn.must_be_finite
     keys = FIELDS.index("weight_key")
     records[:, keys : keys + 3] = turn.keys.view(np.int64)
-    sets = np.zeros((len(turn.numbers), _NUMBERS), dtype=np.float32)
+    sets = np.zeros((len(turn.numbers), NUMBERS), dtype=np.float32)
     doubles = np.zeros((len(turn.numbers), _ADAFACTOR), dtype=np.float64)
     for numbers, wide, (scalars, group, policy) in zip(sets, doubles, turn.numbers, strict=True):
         numbers[:] = (*scalars, policy != FROZEN)
@@ -241,7 +250,7 @@ def _workspace(prepared: Prepared, records: NDArray[np.int64]) -> Tensor:
     """Zeros, of which each task's record holds its part's addresses."""
     if prepared.work is None or prepared.means is None:
         n = len(prepared.tasks)
-        size = _COUNTS * n + 1
+        size = COUNTS * n + 1
         offsets: list[dict[str, int]] = []
         means = 0
         for task in prepared.tasks:
@@ -331,17 +340,20 @@ def _run(
     numbers: NDArray[np.float32],
     adafactor: NDArray[np.float64],
     work: Tensor,
-    tasks: int,
 ) -> None:
     """Uploads what changed and launches everything."""
+    record, table, wide = (torch.from_numpy(array).to(device) for array in (records, numbers, adafactor))
+    _launch(phases, record, table, wide, work)
+
+
+def _launch(phases: Phases, record: Tensor, table: Tensor, wide: Tensor, work: Tensor) -> None:
+    """Launches everything, over what is on the device."""
     entry, statistics, _ = _kernels()
-    parts = [torch.from_numpy(array).to(device) for array in (records, numbers, adafactor)]
-    record, table, wide = parts
-    counts, stop = work, work[_COUNTS * tasks :]
+    counts, stop = work, work[COUNTS * len(record) :]
 
     def go(kernel: Any, found: Sequence[Launch], *more: Any) -> None:
         for one in found:
-            kernel[one.grid](record, table, one.owners, counts, stop, one.step, *more, enable_fp_fusion=False)
+            kernel[one.grid](record, table, one.owners, counts, stop, one.step, *more, **launch.options(one.step))
 
     go(statistics.survey_kernel, phases.survey)
     go(statistics.factored_sums_kernel, phases.sums)
@@ -350,7 +362,7 @@ def _run(
     go(statistics.adafactor_kernel, phases.adafactor, True)
     for one in phases.adafactor_finish:
         statistics.adafactor_finish_kernel[one.grid](
-            record, table, wide, one.owners, counts, stop, one.step, enable_fp_fusion=False
+            record, table, wide, one.owners, counts, stop, one.step, **launch.options(one.step)
         )
     go(statistics.target_peak_kernel, phases.peaks)
     go(entry.step_kernel, phases.tiles)

@@ -22,6 +22,7 @@ from masterless.backends.triton.numbers import (
     float_bits,
     fresh_scale,
     from_bits,
+    magnitude_bits,
     nearest_whole,
     over_scale,
     scale_of,
@@ -169,18 +170,54 @@ def _table_codes(t, word, s, CODEC: tl.constexpr):
 
 
 @triton.jit
-def _linear_index(t, word, CODEC: tl.constexpr, FITS: tl.constexpr):
-    """As `codec._linear_codes`, but for the code of zero, as floats; FITS: none lies beyond the outermost levels."""
-    fine = t * (2.0**CODEC.hidden)
-    if not FITS:
-        # Beyond the ends a number is rounded to the end, with either rounding.
-        fine = tl.minimum(tl.maximum(fine, -CODEC.limit if CODEC.signed else 0.0), CODEC.limit)
+def _whole(fine, x, word, CODEC: tl.constexpr):
+    """Numbers of quanta as whole numbers, as floats; an unsigned format has no zero for a positive number."""
     if CODEC.random:
         index = tl.floor(fine)
         index = tl.where(fine - index > threshold(word), index + 1.0, index)
     else:
         index = nearest_whole(fine)
+    if not CODEC.signed:
+        index = tl.where((x > 0.0) & (index == 0.0), 1.0, index)
     return index
+
+
+@triton.jit
+def _within(t, CODEC: tl.constexpr, LIMIT: tl.constexpr, FITS: tl.constexpr):
+    """Beyond the ends a number is rounded to the end, with either rounding; FITS: none lies there."""
+    if FITS:
+        return t
+    else:
+        return tl.minimum(tl.maximum(t, -LIMIT if CODEC.signed else 0.0), LIMIT)
+
+
+@triton.jit
+def _minifloat_codes(t, x, word, CODEC: tl.constexpr, FITS: tl.constexpr):
+    """As `codec._codebook_codes` where levels are small floats: whole numbers of the quantum of their binade.
+
+    The quantum is a power of two, so numbers in units of it round as the numbers themselves do.
+    """
+    t = _within(t, CODEC, CODEC.max_level, FITS)
+    exponent = tl.maximum(magnitude_bits(t) >> 23, CODEC.lowest)
+    index = _whole(t * from_bits((254 + CODEC.mantissa - exponent) << 23), x, word, CODEC)
+    codes = tl.abs(index).to(tl.int32) + ((exponent - CODEC.lowest) << CODEC.mantissa)
+    if CODEC.signed:
+        codes = tl.where(index < 0.0, codes | CODEC.sign, codes)
+    return codes, index * from_bits((exponent - CODEC.mantissa) << 23)
+
+
+@triton.jit
+def _minifloat_level(code, CODEC: tl.constexpr):
+    """As `codec.level_table` at these codes, where levels are small floats."""
+    magnitude = code
+    if CODEC.signed:
+        magnitude = code & (CODEC.sign - 1)
+    if CODEC.levels > 0:  # codes that are no numbers decode to zero
+        magnitude = tl.where(magnitude < CODEC.levels, magnitude, 0)
+    level = from_bits(magnitude << (23 - CODEC.mantissa)) * (2.0 ** (CODEC.lowest - 1))
+    if CODEC.signed:
+        level = tl.where((code & CODEC.sign) != 0, -level, level) + 0.0  # there is one zero
+    return level
 
 
 @triton.jit
@@ -191,10 +228,10 @@ def encode(x, scale, word, s, CODEC: tl.constexpr, FITS: tl.constexpr):
     """
     t = over_scale(x, scale)
     if CODEC.kind == "linear":
-        index = _linear_index(t, word, CODEC, FITS)
-        if not CODEC.signed:
-            index = tl.where((x > 0.0) & (index == 0.0), 1.0, index)
+        index = _whole(_within(t * (2.0**CODEC.hidden), CODEC, CODEC.limit, FITS), x, word, CODEC)
         return as_code(index, CODEC.zero_code), index
+    elif CODEC.kind == "minifloat":
+        return _minifloat_codes(t, x, word, CODEC, FITS)
     else:
         codes = _table_codes(t, word, s, CODEC)
         if not CODEC.signed:
@@ -233,6 +270,8 @@ def decode(s, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr, VISIBLE: 
                 return in_scale(as_float((codes << CODEC.hidden) | low, CODEC.zero_code), scale, CODEC)
             elif CODEC.kind == "codebook":
                 return _level(codes, s) * scale
+            elif CODEC.kind == "minifloat":
+                return _minifloat_level(codes, CODEC) * scale
             else:
                 return as_float(codes, CODEC.zero_code) * scale
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +85,7 @@ def _describe_storage(record: dict[str, int], role: str, storage: Storage | None
         record[f"{role}.{_ADDRESSES[name]}"] = tensor.data_ptr()
     if not format.scaled:
         return
-    if format.kind == "codebook":
+    if format.kind == "codebook":  # minifloats do without, but then nobody looks at it
         record[f"{role}.table"] = _table(format, storage.tensors["codes"].device).data_ptr()
     record[f"{role}.row_bytes"] = row_bytes(layout.cols, format.bits)
     record[f"{role}.hidden_row_bytes"] = row_bytes(layout.cols, format.fine_bits) if format.fine_bits else 0
@@ -147,7 +148,7 @@ def tails(step: Step, cols: int) -> Step | None:
     """The kind of step for the last tiles of rows, where they have gaps."""
     if step.walk == "rows" or cols % (step.tile * CHUNK) == 0:
         return None
-    return replace(step, walk="tails", ragged=2 if cols % CHUNK else 1)
+    return replace(step, walk="tails", chunks=step.piece, ragged=2 if cols % CHUNK else 1)
 
 
 def places(step: Step, record: NDArray[np.int64]) -> int:
@@ -173,6 +174,11 @@ class Launch:
     def grid(self) -> tuple[int]:
         """How many programs there are."""
         return (len(self.owners),)
+
+
+def options(step: Step) -> dict[str, Any]:
+    """How every kernel is compiled: without contraction, which would round once where there are two roundings."""
+    return {"num_warps": step.warps, "enable_fp_fusion": False}
 
 
 def launches(kinds: Mapping[int, Step], sizes: Mapping[int, int], device: torch.device) -> list[Launch]:

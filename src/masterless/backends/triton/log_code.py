@@ -19,6 +19,7 @@ from masterless.backends.triton.tiles import (
     is_owner,
     joined,
     over_block,
+    over_tile,
     pointer,
     run_of,
     slices,
@@ -79,6 +80,23 @@ def _short_lanes(bits, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
+def _run_lane(least, K: tl.constexpr, RUN: tl.constexpr):
+    own = tl.where(tl.arange(0, 32)[None, :] % 8 == K, least, _NONE)
+    return over_tile(tl.min(own, axis=1), RUN, False)
+
+
+@triton.jit
+def _run_lanes(least, RUN: tl.constexpr):
+    """Lane minima of blocks of several chunks, for each of their chunks.
+
+    Lane by lane: as one tensor of three dimensions the compiler would spread a thread's numbers over many registers.
+    """
+    a, b, c, d = _run_lane(least, 0, RUN), _run_lane(least, 1, RUN), _run_lane(least, 2, RUN), _run_lane(least, 3, RUN)
+    e, f, g, h = _run_lane(least, 4, RUN), _run_lane(least, 5, RUN), _run_lane(least, 6, RUN), _run_lane(least, 7, RUN)
+    return tl.reshape(tl.join(joined(a, b, c, d), joined(e, f, g, h)), (least.shape[0], 8))
+
+
+@triton.jit
 def lane_minima(x, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
     """The bits, less one, of the smallest positive number of each of a block's eight lanes: ``[blocks, 8]``."""
     # Less one, as unsigned numbers: a zero is above all others, as is what does not exist.
@@ -89,13 +107,11 @@ def lane_minima(x, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
         # Eight lanes, which the 32 elements of a slice pass through four times.
         a, b, c, d = slices(bits)
         least = tl.minimum(tl.minimum(a, b), tl.minimum(c, d))
-        lanes = tl.min(tl.reshape(least, (x.shape[0], 4, 8)), axis=1)
         run: tl.constexpr = run_of(CODEC.block, STEP.run)
-        if run > 1:
-            runs = tl.min(tl.reshape(lanes, (x.shape[0] // run, run, 8)), axis=1)
-            spread = tl.broadcast_to(runs[:, None, :], (x.shape[0] // run, run, 8))
-            lanes = tl.reshape(spread, (x.shape[0], 8))
-        return lanes
+        if run == 1:
+            return tl.min(tl.reshape(least, (x.shape[0], 4, 8)), axis=1)
+        else:
+            return _run_lanes(least, run)
 
 
 @triton.jit

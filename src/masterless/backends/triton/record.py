@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from masterless.backends.triton.launch import FIELDS, HEADER, STORAGE, WORK
-from masterless.step.rules import Scalars
+from masterless.step.scalars import Scalars
 
 NUMBERS = (*Scalars._fields, "moves")  # of a task's step; "moves" is zero where the weight must not be stored anew
 ADAFACTOR = ("step_size", "rate1", "min_rms", "clip_threshold", "without_buffer")  # fp64, before the RMS are known

@@ -72,8 +72,9 @@ def _rounded(record, geometry, target, m, peak, cols, c, STEP: tl.constexpr):
 
 @triton.jit
 def _summary_of_none(STEP: tl.constexpr):
-    nothing = tl.full((STEP.chunks, 1, 1, 1), _ABOVE, tl.int32)
-    return nothing * 0, tl.full((STEP.chunks, 8), _NO_LANE, tl.uint32), nothing
+    chunks: tl.constexpr = STEP.chunks
+    nothing = tl.full((chunks, 1, 1, 1), _ABOVE, tl.int32)
+    return nothing * 0, tl.full((chunks, 8), _NO_LANE, tl.uint32), nothing
 
 
 @triton.jit
@@ -103,13 +104,14 @@ def _metadata(summary, x, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexp
 @triton.jit
 def step_row(record, found, place, cols, c, STEP: tl.constexpr):
     """Steps one row, unless something in it is not finite."""
-    pieces = (cols + STEP.chunks * 128 - 1) // (STEP.chunks * 128)
+    chunks: tl.constexpr = STEP.chunks
+    pieces = (cols + chunks * 128 - 1) // (chunks * 128)
     bad = tl.zeros((), tl.int64)
     for piece in range(pieces):
         geometry = geometry_of(place, piece, record, cols, STEP)
         g = load_gradient(record, geometry, cols, STEP)
         bad += count(bad_gradients(g) & present_elements(geometry, STEP.ragged))
-    peak = tl.zeros((STEP.chunks, 1, 1, 1), tl.int32)
+    peak = tl.zeros((chunks, 1, 1, 1), tl.int32)
     if bad == 0:
         for piece in range(pieces):
             geometry, target, m, v = _advanced(record, place, piece, cols, c, STEP)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 
-from masterless.formats import Format
+from masterless.formats import Format, minifloat
 from masterless.formats.codec import _SCALE_LOW_BITS, LOG_LOW_RANK, round_scale_up
 from masterless.formats.layout import CHUNK
 from masterless.formats.scaling import HEADROOM, WASTE, overflow_level
@@ -33,9 +34,11 @@ KNOWN_RULES = frozenset(
     }.items()
     for units in all_units
 )
-PIECE = 64  # chunks that a program holds at once at most; a longer tile is walked in pieces
-_PROGRAM = 32  # chunks of a program where tiles are short: 32 elements for each of 128 threads
+# Chunks of a program, as many as its threads have registers for; a longer tile is walked in pieces. `lean` steps have
+# 32 elements for each of 128 threads, others 16 for each of 256, `wide` ones 8; half as many where chunks may be cut.
+_PROGRAM = 32
 
+SHORT = (16, 32, 64)  # block lengths below that of a chunk
 ROW = 0  # as a block length: the whole row
 TENSOR = -1  # as a block length: one scale for everything
 
@@ -53,7 +56,8 @@ class Codec(_Constant):
     """How one storage is coded, and rounded when it is written.
 
     Attributes:
-        kind: "none", "factored", "float32", "bfloat16", "linear", "codebook" or "log".
+        kind: "none", "factored", "float32", "bfloat16", "linear", "codebook" (by a table), "minifloat" or
+            "log".
         bits: of the packed code.
         hidden: finer bits that are packed apart.
         master: whether an fp32 copy is kept beside the code.
@@ -70,7 +74,10 @@ class Codec(_Constant):
         overflow: a held scale gives way above this many scales ...
         waste: ... and below this many, ...
         fresh: ... to absmax times this.
-        levels: of a codebook: how many.
+        levels: of a codebook: how many; of small floats: how many magnitudes, or 0 if every code is a number.
+        mantissa: of small floats: stored bits of it.
+        lowest: of small floats: the exponent of the smallest normal number, biased as in fp32.
+        sign: of small floats: the code's sign bit.
         low_rank: of the log code: which of the sorted lane minima is the lowest level.
         rounding: "nearest", "stochastic", "stochastic-log" or "stochastic-value".
     """
@@ -93,13 +100,16 @@ class Codec(_Constant):
     waste: float = 1.0
     fresh: float = 1.0
     levels: int = 0
+    mantissa: int = 0
+    lowest: int = 0
+    sign: int = 0
     low_rank: int = 0
     rounding: str = "nearest"
 
     @property
     def scaled(self) -> bool:
         """Whether blocks carry a scale."""
-        return self.kind in ("linear", "codebook")
+        return self.kind in ("linear", "codebook", "minifloat")
 
     @property
     def stored(self) -> bool:
@@ -110,6 +120,17 @@ class Codec(_Constant):
     def random(self) -> bool:
         """Whether rounding draws random bits; a master copy loses nothing, so its visible code is the nearest."""
         return self.rounding != "nearest" and not self.master and self.kind not in ("none", "factored", "float32")
+
+    @property
+    def wide(self) -> bool:
+        """Whether it takes many registers: searches in a table, scales of a few elements."""
+        return self.kind == "codebook" or self.adjacent
+
+    @property
+    def lean(self) -> bool:
+        """Whether it takes few: codes of 2, 4 or 8 bits in blocks of a chunk or longer, and what has no code."""
+        coded = self.kind in ("linear", "log") and self.bits in (2, 4, 8) and self.hidden in (0, 4)
+        return self.kind in ("none", "factored", "bfloat16") or (coded and self.block not in SHORT and not self.master)
 
     @property
     def offset(self) -> int:
@@ -165,6 +186,27 @@ class Step(_Constant):
         return self.tile or self.chunks
 
     @property
+    def warps(self) -> int:
+        """Warps of a program: as many as keep all its numbers in registers."""
+        return 4 if self.lean and self.walk not in ("tails", "rows") else 8
+
+    @property
+    def lean(self) -> bool:
+        """Whether few registers do: what presets use."""
+        usual = self.weight.kind == "minifloat" and self.weight.block not in SHORT and not self.weight.master
+        return self.rule != "adabelief" and (usual or self.weight.lean) and self.first.lean and self.second.lean
+
+    @property
+    def wide(self) -> bool:
+        """Whether it takes many registers."""
+        return any(codec.wide for codec in (self.weight, self.first, self.second))
+
+    @property
+    def piece(self) -> int:
+        """Chunks of a program where they may be cut, and of a piece of a tile that is walked."""
+        return _PROGRAM // 4 if self.wide else _PROGRAM // 2
+
+    @property
     def weight_units(self) -> bool:
         """Whether the momentum is in units of the weight: nothing of it is stored while nothing moves."""
         return self.rule.endswith("_weight_units")
@@ -197,8 +239,8 @@ def codec_of(format: Format | None, rounding: str = "nearest") -> Codec:
         low = LOG_LOW_RANK[format.bits]
         return Codec("log", format.bits, signed=False, block=block, low_rank=low, rounding=rounding)
     top = format.max_level
+    options: dict[str, Any] = {"kind": format.kind, **_of_levels(format)}
     return Codec(
-        kind=format.kind,
         bits=format.bits,
         hidden=format.fine_bits,
         master=format.master,
@@ -215,9 +257,24 @@ def codec_of(format: Format | None, rounding: str = "nearest") -> Codec:
         overflow=overflow_level(format),
         waste=WASTE * top,
         fresh=HEADROOM / top,
-        levels=len(format.levels) if format.kind == "codebook" else 0,
         rounding=rounding,
+        **options,
     )
+
+
+def _of_levels(format: Format) -> dict[str, Any]:
+    """What only codecs with a list of levels have: a table, or small floats that are made of their bits."""
+    if format.kind != "codebook":
+        return {}
+    small = minifloat(format)
+    if small is None:
+        return {"levels": len(format.levels)}
+    exponent_bits, mantissa_bits, sign = small
+    magnitudes = sum(level >= 0.0 for level in format.levels)
+    every = magnitudes == (sign or 1 << format.bits)
+    lowest = 127 + 1 - (2 ** (exponent_bits - 1) - 1)
+    levels = 0 if every else magnitudes
+    return {"kind": "minifloat", "levels": levels, "mantissa": mantissa_bits, "lowest": lowest, "sign": sign}
 
 
 def step_of(task: Task) -> Step:
@@ -227,7 +284,7 @@ def step_of(task: Task) -> Step:
     codecs = {k: codec_of(s.format if s else None, task.rounding[purposes[k]]) for k, s in storages.items()}
     chunks = -(-task.weight.layout.cols // CHUNK)
     tile = 1 << (min(task.chunks_per_tile, max(chunks, 1)) - 1).bit_length()
-    return Step(
+    step = Step(
         rule=task.rule.name,
         **codecs,
         inject=task.inject and codecs["first"].stored,
@@ -237,12 +294,16 @@ def step_of(task: Task) -> Step:
         eps=False,
         held=True,
         indivisible=task.indivisible,
-        tile=tile if tile <= PIECE else 0,
-        chunks=max(tile, _PROGRAM) if tile <= PIECE else PIECE,
-        walk="tiles" if tile <= PIECE else "rows",
+        tile=tile,
+        chunks=_PROGRAM,
+        walk="tiles",
         ragged=2,
         aligned=False,
     )
+    room = _PROGRAM // 2 if step.wide else _PROGRAM
+    if tile <= (step.piece if task.weight.layout.cols % (tile * CHUNK) else room):
+        return replace(step, chunks=room)
+    return replace(step, tile=0, chunks=step.piece, walk="rows")
 
 
 def at(step: Step, policy: str, l2: bool, eps: bool) -> Step:

@@ -303,11 +303,13 @@ def over_tile(x, TILE: tl.constexpr, LARGEST: tl.constexpr):
     """The largest (or smallest) of a ``[N]`` tensor over each run of TILE chunks, for every chunk of it."""
     if TILE == 1:
         return x
+    elif TILE == x.shape[0]:
+        return tl.zeros_like(x) + (tl.max(x, axis=0) if LARGEST else tl.min(x, axis=0))
     else:
         runs = tl.reshape(x, (x.shape[0] // TILE, TILE))
         found = tl.max(runs, axis=1) if LARGEST else tl.min(runs, axis=1)
-        spread = tl.broadcast_to(found[:, None], (x.shape[0] // TILE, TILE))
-        return tl.reshape(spread, (x.shape[0],))
+        # A broadcast would leave each thread with the numbers of all chunks, and compute with every one of them.
+        return tl.gather(found, tl.arange(0, x.shape[0]) // TILE, 0)
 
 
 @triton.jit

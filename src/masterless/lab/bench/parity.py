@@ -19,6 +19,8 @@ from masterless.formats.layout import is_matrix_like
 from masterless.lab.bench.footprint import moments, stored_tensors
 
 STEPS = 3
+_LR = 2.0**-7  # in fp32 the same number
+_RECORDED = "AdamW, INT4, int4/log2"
 _SHAPES = [(5, 200), (3, 1100), (2, 3, 48), (130,), (2, 256)]  # tails, several spans, stacks, vectors
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -64,7 +66,31 @@ def _differences(name: str, device: str) -> Iterator[str]:
         yield f"{name}: {wrong} of {len(plain)} tensors after {STEPS} steps"
 
 
-def _trained(make: Make, options: dict[str, Any], weight: str | None, device: str) -> list[Tensor]:
+def recorded_differences(device: str) -> list[str]:
+    """The same of a step that the device repeats by itself, in a CUDA graph on devices that have them."""
+    make, options, weight = CASES[_RECORDED]
+    plain = _trained(make, {**options, "backend": "reference"}, weight, "cpu")
+    try:
+        recorded = _trained(make, options, weight, device, recorded=True)
+    except (RuntimeError, ValueError) as error:
+        return [f"{_RECORDED} by the device alone: {error}"]
+    wrong = sum(_bytes_differ(a, b) for a, b in zip(recorded, plain, strict=True))
+    return [f"{_RECORDED} by the device alone: {wrong} of {len(plain)} tensors after {STEPS} steps"] if wrong else []
+
+
+def _recording(step: Callable[[], None], device: str) -> Callable[[], None]:
+    """A step in a graph that can be played; where there are no graphs, the step itself."""
+    if not device.startswith("cuda"):
+        return step
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _trained(
+    make: Make, options: dict[str, Any], weight: str | None, device: str, recorded: bool = False
+) -> list[Tensor]:
     """Every stored tensor after some steps."""
     generator = torch.Generator().manual_seed(5)
     parameters = []
@@ -72,11 +98,17 @@ def _trained(make: Make, options: dict[str, Any], weight: str | None, device: st
         dense = (torch.randn(shape, generator=generator) * 0.05).to(device)
         quantized = weight is not None and is_matrix_like(shape)
         parameters.append(Parameter(ml.QuantizedTensor.from_dense(dense, weight) if quantized and weight else dense))
-    optimizer = make(parameters, lr=1e-2, weight_decay=0.1, **options)
-    for _ in range(STEPS):
+    lr = torch.tensor(_LR, device=device) if recorded else _LR
+    optimizer: Any = make(parameters, lr=lr, weight_decay=0.1, **options)
+    step = optimizer.step
+    for i in range(STEPS):
         for p in parameters:
-            p.grad = torch.randn(p.shape, generator=generator).to(device)
-        optimizer.step()
+            grad = torch.randn(p.shape, generator=generator).to(device)
+            p.grad = grad if p.grad is None else p.grad.copy_(grad)  # a graph reads where it lay
+        if recorded and i < 2:  # the first time outside a graph, which compiles the kernels
+            step = _recording(step, device) if i else optimizer.device_step()
+        step()
+    optimizer.synchronize()
     return [
         tensor.cpu()
         for p in parameters

@@ -70,6 +70,8 @@ def devices() -> list[str]:
 def examine(device: str, speed: bool) -> dict[str, Any]:
     """Everything about one device."""
     differences = parity.differences(device)
+    if device != "cpu" and not missing_triton():
+        differences += parity.recorded_differences(device)
     return {
         "device": device,
         "name": _name(device),
