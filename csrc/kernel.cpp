@@ -5,6 +5,9 @@
 #include "environment.h"
 #include "kernel.h"
 #include "statistics.h"
+#ifdef MASTERLESS_PHASES
+#include "phases.h"
+#endif
 
 namespace masterless {
 inline namespace MASTERLESS_ISA {
@@ -176,6 +179,11 @@ void decode_all(const MlStorage& stored, int64_t rows, int64_t cols, bool visibl
 }  // namespace MASTERLESS_ISA
 
 extern const Kernel MASTERLESS_KERNEL;
-const Kernel MASTERLESS_KERNEL = {step, square_sums, decode_all, sizeof(Workspace)};
+const Kernel MASTERLESS_KERNEL = {
+    step, square_sums, decode_all, sizeof(Workspace),
+#ifdef MASTERLESS_PHASES
+    Phases::measure,
+#endif
+};
 
 }  // namespace masterless
