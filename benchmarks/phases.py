@@ -3,8 +3,8 @@
     python benchmarks/phases.py [--isa avx2] [--repeats 300] [--only TEXT]
 
 Builds the kernel with `ml_phases` under `build/phases` and asks it for the rows of `ENTRIES`. Cycles are those of 16
-elements (a vector of AVX-512), by the time that a chain of dependent additions takes. Phases that follow each other
-overlap, so that "all" may be less than their sum.
+elements (a vector of AVX-512), by the time that a chain of dependent multiplications takes. Phases that follow each
+other overlap, so that "all" may be less than their sum.
 """
 
 from __future__ import annotations

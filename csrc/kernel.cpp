@@ -111,7 +111,7 @@ bool step(MlTask* tasks, int64_t count, int threads, bool only_survey) {
         }
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < list.size(); ++item) {
-            int64_t local = item;
+            int64_t local = list.size() - 1 - item;  // backwards: what was surveyed last may still be in a cache
             const size_t i = list.locate(local);
             step_item(tasks[i], statistics[i], local, work);
         }

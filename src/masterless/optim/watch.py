@@ -3,8 +3,8 @@
 Contract:
     * Tensors are known by address, bytes and contiguity: whatever replaces, casts, cuts, transposes or resizes one
       changes one of these. Options are known by value, everything else by identity.
-    * `Watch.holds` is most of the Python that a parameter costs in a usual step, hence its loops run inside `map`, and of
-      what is the same object as before only the memory is looked at.
+    * `Watch.holds` is most of the Python that a parameter costs in a usual step, hence its loops run inside `map`, and
+      of what is the same object as before only the memory is looked at.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _dtype, _shape, _nbytes, _stored = map(attrgetter, ("dtype", "shape", "nbytes", 
 
 
 class Roster:
-    """An optimizer's members; the same tuple as long as the same groups hold the same parameters under the same names."""
+    """An optimizer's members; the same tuple as long as the same groups hold the same parameters and names."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[dict[str, Any], list[Tensor], Any]] = []
