@@ -96,8 +96,11 @@ class StepPlan:
         batch = self._current(optimizer, members, grads)
         turn = turn_of(optimizer, batch, members, grads)
         turn.addresses = self.addresses
+        resetting = any(group["reset"] is not None for group, _ in batch.kinds)
         afterwards = [
-            resets.before_step(optimizer, group, p, name) for group, p, name in members if group["reset"] is not None
+            resets.before_step(optimizer, group, p, name)
+            for group, p, name in (members if resetting else ())
+            if group["reset"] is not None
         ]
         turn.later = not afterwards and all(group["nonfinite"] != "raise-now" for group in optimizer.param_groups)
         outcome = perform(batch, turn)
@@ -187,8 +190,8 @@ class StepPlan:
                 # Memory that was resized has moved: only where an address is new need one look behind it.
                 addresses = [*map(_address, grads)]
                 last: Any = self.addresses if len(self.addresses) == len(grads) else repeat(-1)
-                new = [grad for grad, now, then in zip(grads, addresses, last, strict=False) if now != then]
-                if not any(map(memory_fault, new)):
+                new = zip(grads, addresses, last, strict=False) if addresses != self.addresses else ()
+                if not any(memory_fault(grad) for grad, now, then in new if now != then):
                     self.addresses = addresses
                     return members, grads
         self.addresses = []

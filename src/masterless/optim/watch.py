@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from masterless.formats.storage import COUNTERS
 from masterless.tensor.quantized import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -82,19 +83,23 @@ class Watch:
         self._quantized = [p for p in self._parameters if isinstance(p, QuantizedTensor)]
         self._dense = [p for p in self._parameters if not isinstance(p, QuantizedTensor)]
         self._storages = [*map(_stored, self._quantized)]
-        self._tensors = [*self._values, *self._dense]
+        # Of a moment's own counters, which are read as tensors, the identity says everything.
+        self._tensors = [t for key, t in zip(self._keys, self._values, strict=True) if not key.endswith(COUNTERS)]
+        self._tensors += self._dense
         for storage in self._storages:
             self._tensors += storage.tensors.values()
         self._addresses = [*map(_address, self._tensors)]
         self._shaped = [t for t in self._tensors if t.dim()]  # of a number the address says everything
         self._nbytes = [*map(_nbytes, self._shaped)]
-        self._contiguous = [*map(_is_contiguous, self._shaped)]
-        with torch._C.DisableTorchFunctionSubclass():
+        if not all(map(_is_contiguous, self._shaped)):
+            raise TypeError("described are only tensors that are contiguous")
+        self._dense_shapes = [*map(_shape, self._dense)]
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass's attributes are slow calls otherwise
             self.shapes = [*map(_shape, self._parameters)]
 
     @classmethod
     def of(cls, optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> Watch | None:
-        """A watch over these parameters; None if somebody keeps things in their states that are no tensors."""
+        """A watch over these parameters; None if somebody keeps things in their states that cannot be watched."""
         try:
             return cls(optimizer, members, grads)
         except TypeError:
@@ -111,8 +116,8 @@ class Watch:
             and [*map(_dtype, grads)] == self._grads
             and [*map(_address, self._tensors)] == self._addresses
             and [*map(_nbytes, self._shaped)] == self._nbytes
-            and [*map(_is_contiguous, self._shaped)] == self._contiguous
-            and self._has_shapes()
+            and all(map(_is_contiguous, self._shaped))
+            and [*map(_shape, self._dense)] == self._dense_shapes  # a quantized one's is that of its storage
             and [_settings(optimizer, group) for group in self._distinct] == self._settings
         )
 
@@ -123,10 +128,6 @@ class Watch:
     def _had_members(self, members: Sequence[Member]) -> bool:
         groups, parameters, names = zip(*members, strict=True)
         return _same(parameters, self._parameters) and _same(groups, self._groups) and [*names] == self._names
-
-    def _has_shapes(self) -> bool:
-        with torch._C.DisableTorchFunctionSubclass():  # a subclass's attributes are slow calls otherwise
-            return [*map(_shape, self._parameters)] == self.shapes
 
     def _has_states(self, state: dict[Tensor, dict[str, Any]]) -> bool:
         """Whether the parameters have the very dictionaries that they had."""
