@@ -53,7 +53,7 @@ $(PEERS): benchmarks/peers.txt | $(STAMP)
 	touch $@
 
 bench: $(PEERS)            ## the step's speed against torch and other libraries, growth, memory (an idle machine, please)
-	$(BIN)/python benchmarks/bench.py --out benchmarks/results
+	$(BIN)/python benchmarks/bench.py --out benchmarks/results/bench
 	$(BIN)/python benchmarks/update_docs.py
 
 study: setup               ## the studies behind the documentation's tables: hours, resumable at any kill

@@ -1,6 +1,6 @@
 """The step's speed against torch and other libraries: `masterless bench`, all its flags, with guests.
 
-    python benchmarks/bench.py --out benchmarks/results
+    python benchmarks/bench.py --out benchmarks/results/bench
 
 `make bench` installs the other libraries first (`benchmarks/peers.txt`).
 """

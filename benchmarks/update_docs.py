@@ -93,25 +93,32 @@ TABLES["smollm2-memory"] = lambda: smollm2_study.memory_table(load(smollm2_study
 TABLES["finetune"] = lambda: finetune_study.table(load(finetune_study.RESULTS))
 
 
+def _bench_documents(folder: str = "bench") -> list[report.Document]:
+    """What the benchmark has measured, one document for each processor."""
+    return [json.loads(path.read_text()) for path in sorted((study.RESULTS / folder).glob("*.json"))]
+
+
 def _bench(
-    table: Callable[[report.Document], str], section: str = "machine", size: str = "", file: str = "bench.json"
+    table: Callable[[report.Document], str], section: str, size: str = "", folder: str = "bench"
 ) -> Callable[[], str]:
-    """A table of the benchmark, if `make bench` has measured that."""
+    """A table of the benchmark for every processor on which it was measured."""
 
     def build() -> str:
-        results = study.RESULTS / file
-        document = json.loads(results.read_text()) if results.exists() else {}
-        rows = document.get(section, [])
-        measured = any(row["size"] == size for row in rows) if size else bool(rows)
-        return table(document) if measured else "(not run yet)"
+        measured = []
+        for document in _bench_documents(folder):
+            rows = document.get(section, [])
+            if any(row["size"] == size for row in rows) if size else rows:
+                measured.append(f"{report.processor_line(document)}:\n\n{table(document)}")
+        return "\n\n".join(measured) or "(not run yet)"
 
     return build
 
 
-TABLES["bench-alone"] = _bench(
-    lambda document: report.markdown(report.step_table(document, "gpt2")), file="bench_alone.json"
-)
-TABLES["bench-machine"] = _bench(report.machine_line)
+for _size in ("gpt2", "tiny"):
+    TABLES[f"bench-alone-{_size}"] = _bench(
+        lambda document, size=_size: report.markdown(report.step_table(document, size)), "step", _size, "bench_alone"
+    )
+TABLES["bench-machine"] = lambda: "\n\n".join(map(report.machine_line, _bench_documents())) or "(not run yet)"
 for _size in ("gpt2", "odd", "moe", "short", "tiny"):
     TABLES[f"bench-{_size}"] = _bench(
         lambda document, size=_size: report.markdown(report.step_table(document, size)), "step", _size
@@ -216,12 +223,11 @@ def outdated() -> Iterator[tuple[Path, str]]:
 
 
 def _draw_bench() -> None:
-    results = study.RESULTS / "bench.json"
-    document = json.loads(results.read_text()) if results.exists() else {}
-    if document.get("step"):
-        bench_figures.draw_step(document, FIGURES / "bench.png")
-    if document.get("growth"):
-        bench_figures.draw_growth(document, FIGURES / "growth.png")
+    for document in _bench_documents()[:1]:  # libraries differ by far more than machines do
+        if document.get("step"):
+            bench_figures.draw_step(document, FIGURES / "bench.png")
+        if document.get("growth"):
+            bench_figures.draw_growth(document, FIGURES / "growth.png")
 
 
 def main() -> None:

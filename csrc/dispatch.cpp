@@ -120,6 +120,14 @@ const char* ml_interface(void) {
     return description.c_str();
 }
 
+#ifdef MASTERLESS_PHASES
+__attribute__((visibility("default"))) const char* ml_phases(MlTask* task, int32_t repeats) {
+    static std::string phases;
+    phases = chosen().kernel->phases(*task, repeats);
+    return phases.c_str();
+}
+#endif
+
 int64_t ml_thread_bytes(void) { return (int64_t)chosen().kernel->thread_bytes; }
 
 }  // extern "C"

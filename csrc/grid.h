@@ -3,7 +3,8 @@
 // Contract, for each grid:
 //   * `encode<kStochastic>(t, threshold, code)` returns the level (in units of the scale) that t is rounded to, and its
 //     code. Nearest: ties go to the even code. Stochastic: to the upper neighbour where (t - lower) exceeds
-//     threshold * (upper - lower). The code stands in the lowest 16 bits; those above may be anything.
+//     threshold * (upper - lower), the threshold in units of kThresholdUnit. The code stands in the lowest 16 bits;
+//     those above may be anything.
 //   * t lies between the outermost levels.
 //   * `level(code)` is the way back.
 //   * t of the linear grid comes multiplied by 2^hidden, so that its levels are integers.
@@ -15,17 +16,25 @@
 namespace masterless {
 inline namespace MASTERLESS_ISA {
 
+// Integers. The difference of t and the integer below it decides, as it is rounded; where levels stay below 2^7 (kNarrow)
+// rounding t - threshold, a multiple of 2^-17, and going up from there to an integer comes to the same: the difference is
+// exact, but for t between -1/2 and 0, and there both are rounded in the same place, just above -1.
+template <bool kNarrow>
 class LinearGrid {
   public:
     explicit LinearGrid(const MlStorage& s) : shift_(splat(kShift + (float)s.zero_code)), zero_code_(s.zero_code) {}
 
+    static bool suits(const MlStorage& s) { return !kNarrow || s.limit < 128.0f; }
+
     template <bool kStochastic>
     vf encode(vf t, vf threshold, vi& code) const {
-        const vf shifted = kStochastic ? shifted_floor(t, shift_) : t + shift_;  // zero codes are even, as kShift is
+        const vf shifted = !kStochastic ? t + shift_  // zero codes are even, as kShift is
+                           : kNarrow    ? shifted_ceil(multiply_add(threshold, splat(-kThresholdUnit), t), shift_)
+                                        : shifted_floor(t, shift_);
         const vf index = shifted - shift_;
         code = bits(shifted);
-        if (!kStochastic) return index;
-        const vi up = t - index > threshold;
+        if (!kStochastic || kNarrow) return index;
+        const vi up = t - index > threshold * kThresholdUnit;
         code = select(up, code + 1, code);
         return select(up, index + 1.0f, index);
     }
@@ -62,7 +71,7 @@ class MinifloatGrid {
             // Upwards is away from zero for positive and towards it for negative numbers.
             const vi negative = kSigned ? (bits(t) < 0) : vi{};
             const vf distance = select(negative, (level + gap) - a, a - level);
-            const vi away = (distance > threshold * gap) ^ negative;
+            const vi away = (distance > threshold * (gap * kThresholdUnit)) ^ negative;
             level = select(away, level + gap, level);
             gaps -= away;
         }
@@ -105,7 +114,7 @@ class TableGrid {
         const vf lower = gather(levels_, index), upper = gather(levels_, index + 1);
         vi up;
         if (kStochastic) {
-            up = t - lower > threshold * (upper - lower);
+            up = t - lower > threshold * kThresholdUnit * (upper - lower);
         } else {
             const vf middle = (lower + upper) * 0.5f;
             up = (t > middle) | ((t == middle) & ((lookup(index + 1) & 1) == 0));
@@ -133,7 +142,7 @@ class TableGrid {
 // Calls `f` with the grid of a scaled format.
 template <class F>
 inline void with_grid(const MlStorage& s, F&& f) {
-    if (s.kind == ML_LINEAR) return f(LinearGrid(s));
+    if (s.kind == ML_LINEAR) return LinearGrid<true>::suits(s) ? f(LinearGrid<true>(s)) : f(LinearGrid<false>(s));
     if (s.kind == ML_TABLE) return f(TableGrid(s));
     switch (s.exponent_bits * 100 + s.mantissa_bits * 10 + s.is_signed) {
         case 431: return f(MinifloatGrid<4, 3, true>(s));

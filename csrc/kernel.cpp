@@ -5,6 +5,9 @@
 #include "environment.h"
 #include "kernel.h"
 #include "statistics.h"
+#ifdef MASTERLESS_PHASES
+#include "phases.h"
+#endif
 
 namespace masterless {
 inline namespace MASTERLESS_ISA {
@@ -108,7 +111,7 @@ bool step(MlTask* tasks, int64_t count, int threads, bool only_survey) {
         }
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < list.size(); ++item) {
-            int64_t local = item;
+            int64_t local = list.size() - 1 - item;  // backwards: what was surveyed last may still be in a cache
             const size_t i = list.locate(local);
             step_item(tasks[i], statistics[i], local, work);
         }
@@ -176,6 +179,11 @@ void decode_all(const MlStorage& stored, int64_t rows, int64_t cols, bool visibl
 }  // namespace MASTERLESS_ISA
 
 extern const Kernel MASTERLESS_KERNEL;
-const Kernel MASTERLESS_KERNEL = {step, square_sums, decode_all, sizeof(Workspace)};
+const Kernel MASTERLESS_KERNEL = {
+    step, square_sums, decode_all, sizeof(Workspace),
+#ifdef MASTERLESS_PHASES
+    Phases::measure,
+#endif
+};
 
 }  // namespace masterless

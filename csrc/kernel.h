@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "abi.h"
 
@@ -14,6 +15,9 @@ struct Kernel {
     void (*decode)(const MlStorage& stored, int64_t rows, int64_t cols, bool visible, void* out, bool out_is_bf16,
                    int threads);
     size_t thread_bytes;
+#ifdef MASTERLESS_PHASES
+    std::string (*phases)(MlTask& task, int repeats);
+#endif
 };
 
 }  // namespace masterless

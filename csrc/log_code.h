@@ -19,7 +19,7 @@ constexpr int kLogLanes = 8;
 constexpr uint32_t kNone = 0xFFFFFFFFu;  // minima are kept as bits - 1, so that a zero counts as none
 
 // Stochastic rounding: a number r float bits below the upper neighbour, of a step between neighbours, goes down with
-// probability r (linear - square r), which is s (1 + c - c s) in s = r / step; c is about tanh(ln(ratio)/8).
+// probability r (linear - square r) kThresholdUnit, which is s (1 + c - c s) in s = r / step; c is about tanh(ln(ratio)/8).
 struct LogCurve {
     float linear, square;
 
@@ -28,8 +28,8 @@ struct LogCurve {
         float c = x * (x2 + 27.0f) / (x2 * 9.0f + 27.0f);
         c = c < 1.0f ? c : 1.0f;
         const float inverse = 1.0f / ((float)units * (float)(1 << kStepUnit));
-        linear = (c + 1.0f) * inverse;
-        square = c * inverse * inverse;
+        linear = (c + 1.0f) * inverse * (1.0f / kThresholdUnit);
+        square = c * inverse * inverse * (1.0f / kThresholdUnit);
     }
 };
 
@@ -233,7 +233,7 @@ class LogGrid : public LogCodes {
             vi upper_bits = below_top(code), lower_bits = upper_bits - step_;
             if (is_extreme_) upper_bits = max(upper_bits, floor_), lower_bits = max(lower_bits, floor_);
             const vf upper = from_bits(upper_bits), lower = from_bits(lower_bits);
-            code = select(x - lower <= threshold * (upper - lower), code + 1, code);
+            code = select(x - lower <= threshold * kThresholdUnit * (upper - lower), code + 1, code);
         }
         return min(code, splat(last_));
     }

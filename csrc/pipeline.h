@@ -155,6 +155,11 @@ class Pipeline {
         if (!in_place) decode_weight(s);
         if (has_first_) decode(t_.first, t_.cols, s, b_.codes(), b_.m);
         decode_second(s);
+        return apply_rule(s, in_place);
+    }
+
+    // The rule on what is decoded.
+    bool apply_rule(const Span& s, bool in_place) {
         const TileBuffers buffers{g_, narrow_g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr, weight_draw_, first_draw_, second_draw_,
                                   after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, kLanes), after(s, t_.weight, kLanes),
                                   after(s, t_.first, kChunk), after(s, t_.second, kChunk)};
@@ -171,6 +176,8 @@ class Pipeline {
     }
 
   private:
+    friend class Phases;
+
     uint64_t chunk(int64_t row, int64_t col) const {
         const int64_t chunks_per_row = (t_.cols + kChunk - 1) / kChunk;
         return (uint64_t)((t_.first_row + row) * chunks_per_row + col / kChunk);

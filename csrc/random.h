@@ -34,14 +34,15 @@ class ChunkRandom {
     vu counter_, offset_;
 };
 
-// What stochastic rounding compares a fraction with: (u + 1/2) / 2^16, exact, with or without fusing.
+// What stochastic rounding compares a fraction with, (u + 1/2) / 2^16, in units of a power of two: multiplying by that is
+// exact, and mostly costs nothing where the threshold is used.
+constexpr float kThresholdUnit = kConvertsUnsigned ? 0x1p-32f : 0x1p-16f;
 inline vf threshold(vu words) {
-    const vf u = to_float((vi)(words >> 16));
-    return multiply_add(u, splat(0x1p-16f), splat(0x1p-17f));
+    return kConvertsUnsigned ? to_float((words & 0xFFFF0000u) | 0x8000u) : to_float((vi)(words >> 16)) + 0.5f;
 }
 
 // The integer u below 2^16 that a threshold was made of.
-inline vu dither(vf threshold) { return (vu)to_int(threshold * 0x1p16f); }
+inline vu dither(vf threshold) { return (vu)to_int(threshold * (kThresholdUnit * 0x1p16f)); }
 
 // Where the thresholds of one stored tensor go, one an element; nowhere if it is rounded to nearest.
 struct Draw {

@@ -159,8 +159,8 @@ struct AdafactorWeightUnits {
 };
 
 // Gradient to descend on, from the one as stored.
-inline vf descent_gradient(vf g, vf w, float sign, bool has_l2, vf l2) {
-    g = g * sign;  // exact
+inline vf descent_gradient(vf g, vf w, bool ascends, bool has_l2, vf l2) {
+    if (ascends) g = -g;
     return has_l2 ? g + w * l2 : g;
 }
 
@@ -202,8 +202,7 @@ template <class Rule, bool kFirst, bool kFactored>
 bool apply_rule(const MlTask& task, Rows rows, const TileBuffers& buffers) {
     const TileBuffers b = buffers;  // a copy, which no store below can change
     const Scalars c(task);
-    const float sign = task.maximize ? -1.0f : 1.0f;
-    const bool has_l2 = task.has_l2;
+    const bool ascends = task.maximize, has_l2 = task.has_l2, whole_step = task.step_size == 1.0f;
     constexpr bool kDenominator = Rule::template has_denominator<kFirst>();
     Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight, next_first = b.next_first,
              next_second = b.next_second;
@@ -222,11 +221,11 @@ bool apply_rule(const MlTask& task, Rows rows, const TileBuffers& buffers) {
             next_weight.ask_for_more();
             const vf w = load<vf>(b.w + e);
             const vf stored = b.narrow_g ? load_bf16(b.narrow_g + e) : load<vf>(b.g + e);
-            const vf g = descent_gradient(stored, w, sign, has_l2, c.l2);
+            const vf g = descent_gradient(stored, w, ascends, has_l2, c.l2);
             const SecondMoment second{Rule::kSecond ? load<vf>(b.v + e) : vf{}, kFactored, c};
             const Update u = Rule::template step<kFirst>(g, kFirst ? load<vf>(b.m + e) : vf{}, second, c);
             const vf moved = kDenominator ? quotient(u.direction, u.denominator, c) : u.direction;
-            const vf target = w * c.decay - moved * c.step_size;
+            const vf target = w * c.decay - (whole_step ? moved : moved * c.step_size);
             store(b.w + e, target);
             if (b.backup) store(b.backup + e, w);
             finite = multiply_add(target, zero, finite);

@@ -78,10 +78,10 @@ inline float absmax(const float* x, int n) {
     vf even{}, odd{};  // two chains, for a maximum waits for the one before
     int e = 0;
     for (; e + kLanes < n; e += 2 * kLanes) {
-        even = max(even, magnitude(load<vf>(x + e)));
-        odd = max(odd, magnitude(load<vf>(x + e + kLanes)));
+        even = larger_magnitude(even, load<vf>(x + e));
+        odd = larger_magnitude(odd, load<vf>(x + e + kLanes));
     }
-    if (e < n) even = max(even, magnitude(load<vf>(x + e)));
+    if (e < n) even = larger_magnitude(even, load<vf>(x + e));
     return horizontal_max(max(even, odd));
 }
 

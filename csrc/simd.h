@@ -59,6 +59,7 @@ inline float from_bits(uint32_t b) {
 }
 
 inline vf to_float(vi x) { return __builtin_convertvector(x, vf); }
+inline vf to_float(vu x) { return __builtin_convertvector(x, vf); }  // one instruction if kConvertsUnsigned
 inline vi to_int(vf x) { return __builtin_convertvector(x, vi); }  // truncates
 
 // Bytes and halves in memory are integers in a vector: `store_bytes` and `load_bytes`, `upper_half` and `load_halves`.
@@ -80,7 +81,7 @@ inline vu max(vu a, vu b) { return a > b ? a : b; }
 inline vf magnitude(vf x) { return from_bits(bits(x) & 0x7FFFFFFF); }
 
 // A float of this size has no fraction, so adding kShift to a smaller number rounds that to an integer, which then
-// stands in the lowest bits. `shifted_floor` is floor(x) + shift for a shift near kShift.
+// stands in the lowest bits. `shifted_floor` is floor(x) + shift for a shift near kShift, `shifted_ceil` likewise.
 constexpr float kShift = 0x1.8p23f;
 // `lookup(table, index)` is table[index] for indices of up to kTableBits bits; higher bits do not count.
 
@@ -119,6 +120,11 @@ inline vf sqrt(vf x) { return (vf)_mm512_sqrt_ps((__m512)x); }
 inline vf shifted_floor(vf x, vf shift) {
     return (vf)_mm512_add_round_ps((__m512)x, (__m512)shift, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
+inline vf shifted_ceil(vf x, vf shift) {
+    return (vf)_mm512_add_round_ps((__m512)x, (__m512)shift, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+}
+inline vf larger_magnitude(vf a, vf b) { return (vf)_mm512_range_ps((__m512)a, (__m512)b, 0xB); }
+constexpr bool kConvertsUnsigned = true;
 constexpr int kTableBits = 4;
 inline vf gather(const float* table, vi index) { return (vf)_mm512_i32gather_ps((__m512i)index, table, 4); }
 inline vf lookup(vf table, vi index) { return (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)table); }
@@ -140,6 +146,9 @@ inline vf min(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
 inline vf max(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
 inline vf sqrt(vf x) { return (vf)_mm256_sqrt_ps((__m256)x); }
 inline vf shifted_floor(vf x, vf shift) { return (vf)_mm256_floor_ps((__m256)x) + shift; }
+inline vf shifted_ceil(vf x, vf shift) { return (vf)_mm256_ceil_ps((__m256)x) + shift; }
+inline vf larger_magnitude(vf a, vf b) { return max(magnitude(a), magnitude(b)); }
+constexpr bool kConvertsUnsigned = false;
 constexpr int kTableBits = 3;
 inline vf lookup(vf table, vi index) { return (vf)_mm256_permutevar8x32_ps((__m256)table, (__m256i)index); }
 inline vf gather(const float* table, vi index) { return (vf)_mm256_i32gather_ps(table, (__m256i)index, 4); }
@@ -173,6 +182,12 @@ inline vf shifted_floor(vf x, vf shift) {
     for (int i = 0; i < kLanes; ++i) x[i] = __builtin_floorf(x[i]);
     return x + shift;
 }
+inline vf shifted_ceil(vf x, vf shift) {
+    for (int i = 0; i < kLanes; ++i) x[i] = __builtin_ceilf(x[i]);
+    return x + shift;
+}
+inline vf larger_magnitude(vf a, vf b) { return max(magnitude(a), magnitude(b)); }
+constexpr bool kConvertsUnsigned = false;
 constexpr int kTableBits = 2;
 inline vf lookup(vf table, vi index) {
     vf v;
@@ -200,7 +215,15 @@ inline bool all(vi mask) {
 // a * b + c, rounded once or twice: only where that makes no difference.
 inline vf multiply_add(vf a, vf b, vf c) { return kHasFma ? fma(a, b, c) : a * b + c; }
 
-inline vf load_bf16(const uint16_t* p) { return from_bits(load_halves(p) << 16); }
+inline vf load_bf16(const uint16_t* p) {
+#if defined(__AVX512F__)
+    const vi upper = lane_numbers() << 16;  // half i of what is stored is the upper half of element i; one instruction
+    return (vf)_mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, (__m512i)upper,
+                                              _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p)));
+#else
+    return from_bits(load_halves(p) << 16);
+#endif
+}
 
 }  // namespace MASTERLESS_ISA
 }  // namespace masterless

@@ -26,9 +26,9 @@ inline void for_each_row(const Span& span, F&& f) {
 // Zeros from the end of every row up to a whole vector.
 inline void clear_rest(const Span& span, float* x) {
     if (span.has_whole_vectors()) return;
-    for_each_row(span, [&](int e, int) {
-        for (int k = e + span.length; k % kLanes; ++k) x[k] = 0.0f;
-    });
+    const int whole = span.length / kLanes * kLanes;
+    const vi is_number = lane_numbers() < span.length - whole;
+    for_each_row(span, [&](int e, int) { store(x + e + whole, select(is_number, load<vf>(x + e + whole), vf{})); });
 }
 
 // Calls f(e, length, block) for the pieces of a span that share both a block and a chunk.

@@ -117,9 +117,8 @@ inline const float* load_squarable(const MlTask& t, Pipeline& p, Workspace& work
     p.load_gradient(s);
     if (!t.has_l2) return p.gradient();
     p.decode_weight(s);
-    const float sign = t.maximize ? -1.0f : 1.0f;
     for (int e = 0; e < s.n; e += kLanes)
-        store(work.g + e, descent_gradient(load<vf>(p.gradient() + e), load<vf>(work.w + e), sign, true, splat(t.l2)));
+        store(work.g + e, descent_gradient(load<vf>(p.gradient() + e), load<vf>(work.w + e), t.maximize, true, splat(t.l2)));
     return work.g;
 }
 
@@ -128,11 +127,10 @@ inline int64_t count_not_squarable(const MlTask& t, Pipeline& p, Workspace& work
     const bool finite = p.load_gradient(s);
     if (!t.has_l2) return finite ? 0 : p.count_bad(s.n);
     p.decode_weight(s);
-    const float sign = t.maximize ? -1.0f : 1.0f;
     const auto is_bad = [](float g) { return (bits(g) & 0x7FFFFFFFu) > Pipeline::kLargestRoot; };
     int64_t bad = 0;
     for (int e = 0; e < s.n; e += kLanes) {
-        const vf g = load<vf>(p.gradient() + e), whole = descent_gradient(g, load<vf>(work.w + e), sign, true, splat(t.l2));
+        const vf g = load<vf>(p.gradient() + e), whole = descent_gradient(g, load<vf>(work.w + e), t.maximize, true, splat(t.l2));
         for (int i = 0; i < kLanes && e + i < s.n; ++i) bad += is_bad(g[i]) || is_bad(whole[i]);
     }
     return bad;
@@ -177,19 +175,32 @@ struct Phase {
 inline int64_t row_items(const Statistics& x) { return x.row_items(); }
 inline void nothing(Statistics&) {}
 
+// The largest of n floats (or bf16 numbers) without their signs, as integers; V is a vector of T. This waits for memory
+// only, which answers faster to several streams, asked ahead of time.
+template <class V, class T>
+inline T largest_magnitude(const T* x, int64_t n, T mask) {
+    constexpr int kStreams = 4, kAhead = 2048, kWidth = sizeof(V) / sizeof(T);
+    const int64_t part = n / (kStreams * kWidth) * kWidth;
+    V largest[kStreams] = {};
+    for (int64_t e = 0; e < part; e += kWidth)
+        for (int i = 0; i < kStreams; ++i) {
+            const T* const here = x + i * part + e;
+            __builtin_prefetch((const char*)here + kAhead);
+            const V number = load<V>(here) & mask;
+            largest[i] = number > largest[i] ? number : largest[i];
+        }
+    T most = 0;
+    for (const V& of_stream : largest)
+        for (int i = 0; i < kWidth; ++i) most = of_stream[i] > most ? of_stream[i] : most;
+    for (int64_t e = kStreams * part; e < n; ++e) most = (T)(x[e] & mask) > most ? (T)(x[e] & mask) : most;
+    return most;
+}
+
 // The largest magnitude of n gradient elements, as the bits of a float.
 inline uint32_t largest_bits(const MlTask& t, int64_t at, int64_t n) {
-    uint32_t largest = 0;
-    if (t.grad_is_bf16) {
-        const uint16_t* const g = (const uint16_t*)t.grad + at;
-        uint16_t upper = 0;
-        for (int64_t e = 0; e < n; ++e) upper = (g[e] & 0x7FFFu) > upper ? (uint16_t)(g[e] & 0x7FFFu) : upper;
-        largest = (uint32_t)upper << 16;
-    } else {
-        const uint32_t* const g = (const uint32_t*)t.grad + at;
-        for (int64_t e = 0; e < n; ++e) largest = (g[e] & 0x7FFFFFFFu) > largest ? (g[e] & 0x7FFFFFFFu) : largest;
-    }
-    return largest;
+    typedef int16_t Halves __attribute__((vector_size(sizeof(vi))));
+    if (!t.grad_is_bf16) return (uint32_t)largest_magnitude<vi>((const int32_t*)t.grad + at, n, (int32_t)0x7FFFFFFF);
+    return (uint32_t)largest_magnitude<Halves>((const int16_t*)t.grad + at, n, (int16_t)0x7FFF) << 16;
 }
 
 // Counts the gradients that are not finite, when nothing else is asked of them.

@@ -63,14 +63,28 @@ def test_files_and_tables(tmp_path):
     options = ["--sizes", "test", "--threads", "1", "--repeats", "1", "--only", "fp32 weights"]
     done = invoke("step", "growth", "--largest", "20000", *options, "--out", str(tmp_path))
     assert done.exit_code == 0, done.stderr
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"bench.md", "bench.json"}
-    assert "fp32 weights, int8/log8" in done.stdout and "INT4" not in (tmp_path / "bench.md").read_text().split("##")[1]
-    document = json.loads((tmp_path / "bench.json").read_text())
-    assert report.markdown(report.step_table(document, "test")) in (tmp_path / "bench.md").read_text()
+    written = {path.suffix: path for path in tmp_path.iterdir()}
+    assert written.keys() == {".md", ".json"}
+    text = written[".md"].read_text()
+    assert "fp32 weights, int8/log8" in done.stdout and "INT4" not in text.split("##")[1]
+    document = json.loads(written[".json"].read_text())
+    assert {path.stem for path in written.values()} == {report.file_stem(document)}
+    assert report.markdown(report.step_table(document, "test")) in text
+    processor = f"{report.processor()} ({document['machine']['instruction_set']})"
+    assert all(title.endswith(f", on {processor}") for title in report.tables(document))
     bench_figures.draw_step(document, tmp_path / "bench.png")
     bench_figures.draw_growth(document, tmp_path / "growth.png")
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("bench.png", "growth.png"))
+
+
+def test_a_second_machine_adds_its_results(tmp_path):
+    machine = {**report.machine({}), "processor": "Some CPU (R) 9", "instruction_set": "avx2"}
+    written = [
+        report.write({"machine": {**machine, **other}}, tmp_path)
+        for other in ({}, {"instruction_set": "avx512"}, {"processor": "Other CPU"}, {})
+    ]
+    assert written[0] == written[3] == [tmp_path / "some-cpu-r-9-avx2.md", tmp_path / "some-cpu-r-9-avx2.json"]
+    assert len(list(tmp_path.iterdir())) == 6
 
 
 @pytest.mark.parametrize(

@@ -251,3 +251,20 @@ def test_rounding_names():
         check_rounding(rounding)
     with pytest.raises(ValueError, match="'up'; choose one of nearest, stochastic, stochastic-log, stochastic-value"):
         check_rounding("up")
+
+
+def test_going_up_from_the_difference_to_the_threshold_is_stochastic_rounding():
+    """`LinearGrid<true>` of csrc/grid.h: one rounded subtraction and a ceiling, for levels below 2^7.
+
+    Where they could differ: numbers a few ulps around an integer plus a threshold, and those between -1/2 and 0, whose
+    distance to -1 is rounded.
+    """
+    for below in (*range(-127, 127, 9), -2, -1, 0, 1, 126):
+        u = torch.arange(0 if below in (-1, 0) else below % 61, 1 << 16, 1 if below in (-1, 0) else 61)
+        limit = threshold(u)
+        middle = (limit.double() + below).float()
+        for ulps in range(-3, 4):
+            t = (middle.view(torch.int32) + ulps).view(torch.float32)
+            integer = t.floor()
+            expected = torch.where(t - integer > limit, integer + 1, integer)
+            assert torch.equal((t - limit).ceil(), expected), (below, ulps)

@@ -53,11 +53,15 @@ def parameter_id(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def _splitmix64(z: Any) -> Any:  # an int, or an array of uint64, which wraps by itself
-    z = (z + _GOLDEN64) & _MASK64
-    z = ((z ^ (z >> 30)) * _MIX1) & _MASK64
-    z = ((z ^ (z >> 27)) * _MIX2) & _MASK64
+def _splitmix64(z: Any) -> Any:  # an int, or an array of uint64
+    z = _wrapped(z + _GOLDEN64)
+    z = _wrapped((z ^ (z >> 30)) * _MIX1)
+    z = _wrapped((z ^ (z >> 27)) * _MIX2)
     return z ^ (z >> 31)
+
+
+def _wrapped(z: Any) -> Any:
+    return z & _MASK64 if isinstance(z, int) else z  # an array wraps by itself
 
 
 def stream_key(seed: int, step: int, parameter: int, purpose: str) -> int:

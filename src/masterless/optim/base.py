@@ -292,7 +292,7 @@ class LowBitOptimizer(compiled.StepOperator, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        members = list(self.parameters())
+        members = self.plan.roster.members(self)
         with_gradient = [] if self.state else [member for member in members if member[1].grad is not None]
         if with_gradient and state_dict.is_rehearsal(self, with_gradient):
             for group, p, _ in with_gradient:
@@ -305,7 +305,7 @@ class LowBitOptimizer(compiled.StepOperator, Optimizer):
     def step_parameters(self, parameters: Iterable[Member]) -> None:
         """Steps some of the parameters, given as `parameters` yields them; those without a gradient stay."""
         self.synchronize()
-        self._report(self.plan.step(self, list(parameters)))
+        self._report(self.plan.step(self, parameters if isinstance(parameters, tuple) else list(parameters)))
 
     def synchronize(self) -> None:
         """Waits for the last step on a device that runs behind, and raises or counts what was not finite in it."""

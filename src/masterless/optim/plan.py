@@ -30,7 +30,7 @@ from masterless.formats.rounding import PURPOSES, of_signed, parameter_id, strea
 from masterless.formats.scaling import FROZEN
 from masterless.formats.storage import Storage, StorageError, memory_fault
 from masterless.optim import resets, units
-from masterless.optim.watch import Member, Watch
+from masterless.optim.watch import Member, Roster, Watch
 from masterless.step import dispatch
 from masterless.step.rules import Rule
 from masterless.step.scalars import Scalars, check_scalars
@@ -70,7 +70,9 @@ class Batch:
     ages_differ: bool  # whether a moment of any parameter is younger than the parameter
     sharded: bool  # whether other ranks hold parts of any of them
     kinds: list[tuple[dict[str, Any], Rule]]  # the different pairs of group and rule ...
-    which: list[int]  # ... and which of them each parameter has
+    which: NDArray[np.intp]  # ... and which of them each parameter has
+    parameters: list[Tensor]
+    counters: list[Any]  # of the entries
 
 
 class StepPlan:
@@ -78,8 +80,9 @@ class StepPlan:
 
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}  # by the parameter's id; a task keeps its parameter's memory alive
+        self.roster = Roster()
         self.batch: Batch | None = None
-        self.addresses: list[int] = []  # of the last step's gradients
+        self.addresses: list[int] = []  # of the last step's gradients; empty where that is not known
         self.moved = True  # whether the last step moved anything
         self.unsettled: list[tuple[dispatch.Outcome, Batch, Sequence[Member]]] = []  # steps that the host ran ahead of
         self.captured: DeviceStep | None = None  # the step that the device repeats by itself
@@ -95,8 +98,12 @@ class StepPlan:
             return []
         batch = self.current(optimizer, members, grads)
         turn = turn_of(optimizer, batch, members, grads)
+        turn.addresses = self.addresses
+        resetting = any(group["reset"] is not None for group, _ in batch.kinds)
         afterwards = [
-            resets.before_step(optimizer, group, p, name) for group, p, name in members if group["reset"] is not None
+            resets.before_step(optimizer, group, p, name)
+            for group, p, name in (members if resetting else ())
+            if group["reset"] is not None
         ]
         turn.later = not afterwards and all(group["nonfinite"] != "raise-now" for group in optimizer.param_groups)
         outcome = perform(batch, turn)
@@ -106,11 +113,13 @@ class StepPlan:
         bad = _bad(outcome, members)
         if not outcome.moved:
             return bad
-        for entry in batch.entries:
-            entry.counter[0] += 1
-            if entry.original is not None:
-                entry.original.copy_(entry.task.weight.tensors["values"])
-        increment_version([p for _, p, _ in members])  # a quantized one changes below its own version counter
+        for counter in batch.counters:
+            counter[0] += 1
+        if batch.watch is None:
+            for entry in batch.entries:
+                if entry.original is not None:
+                    entry.original.copy_(entry.task.weight.tensors["values"])
+        increment_version(batch.parameters)  # a quantized one changes below its own version counter
         for cleared in (cleared for finish in afterwards for cleared in finish()):
             counts = optimizer.reset_counts
             counts[cleared.parameter] = counts.get(cleared.parameter, 0) + cleared.cleared
@@ -130,8 +139,8 @@ class StepPlan:
             known = outcome.settle()
             self.moved = known.moved
             if not known.moved:
-                for entry in batch.entries:
-                    entry.counter[0] -= 1
+                for counter in batch.counters:
+                    counter[0] -= 1
             bad += _bad(known, members)
         return bad
 
@@ -158,6 +167,7 @@ class StepPlan:
             and self.batch.watch.holds(optimizer, members, grads)
         ):
             return self.batch
+        grads = [_checked_gradient(optimizer, member, grad) for member, grad in zip(members, grads, strict=True)]
         present = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.entries = {key: entry for key, entry in self.entries.items() if key in present}
         entries = []
@@ -176,22 +186,29 @@ class StepPlan:
         """The members with a gradient, and their gradients as dense memory; all are checked before anything moves."""
         with torch._C.DisableTorchFunctionSubclass():  # a subclass's attributes are slow calls otherwise
             grads: list[Any] = [p.grad for _, p, _ in members]
-            if type(None) in {*map(type, grads)}:
+            types = {*map(type, grads)}
+            if type(None) in types:
                 members = [member for member, grad in zip(members, grads, strict=True) if grad is not None]
                 grads = [grad for grad in grads if grad is not None]
-            shapes = [p.shape for _, p, _ in members]
-            usual = {*map(type, grads)} == {Tensor} and [*map(_shape, grads)] == shapes
-            if usual and all(map(_is_contiguous, grads)):
+                types.discard(type(None))
+            if types == {Tensor} and self._fit(members, grads) and all(map(_is_contiguous, grads)):
                 # Memory that was resized has moved: only where an address is new need one look behind it.
                 addresses = [*map(_address, grads)]
                 last: Any = self.addresses if len(self.addresses) == len(grads) else repeat(-1)
-                new = [grad for grad, now, then in zip(grads, addresses, last, strict=False) if now != then]
-                if not any(map(memory_fault, new)):
+                new = zip(grads, addresses, last, strict=False) if addresses != self.addresses else ()
+                if not any(memory_fault(grad) for grad, now, then in new if now != then):
                     self.addresses = addresses
                     return members, grads
         self.addresses = []
         checked = [_checked_gradient(optimizer, member, grad) for member, grad in zip(members, grads, strict=True)]
         return members, checked
+
+    def _fit(self, members: Sequence[Member], grads: Sequence[Tensor]) -> bool:
+        """Whether gradients have the shapes of their parameters, as far as nobody changes one of these afterwards."""
+        watch = self.batch.watch if self.batch is not None else None
+        known = watch is not None and watch.are_members(members)  # then it will look whether they still have them
+        shapes = watch.shapes if watch is not None and known else [p.shape for _, p, _ in members]
+        return [*map(_shape, grads)] == shapes
 
 
 # --- gradients --------------------------------------------------------------------------------------------------
@@ -312,9 +329,11 @@ def batch_of(entries: list[Entry], watch: Watch | None, members: Sequence[Member
     pairs = [(group, entry.task.rule) for (group, _, _), entry in zip(members, entries, strict=True)]
     kinds = {(id(group), id(rule)): (group, rule) for group, rule in pairs}
     position = {kind: i for i, kind in enumerate(kinds)}
-    which = [position[id(group), id(rule)] for group, rule in pairs]
+    which = np.array([position[id(group), id(rule)] for group, rule in pairs], dtype=np.intp)
     sharded = any(entry.task.sharded for entry in entries)
-    return Batch(entries, watch, parts, identities, ages_differ, sharded, [*kinds.values()], which)
+    parameters, counters = [p for _, p, _ in members], [entry.counter for entry in entries]
+    different = [*kinds.values()]
+    return Batch(entries, watch, parts, identities, ages_differ, sharded, different, which, parameters, counters)
 
 
 def _bad(outcome: dispatch.Outcome, members: Sequence[Member]) -> list[tuple[Member, int]]:
@@ -328,17 +347,19 @@ def turn_of(
     optimizer: LowBitOptimizer, batch: Batch, members: Sequence[Member], grads: Sequence[Tensor]
 ) -> dispatch.Turn:
     """The numbers of the coming step: parameters of one group, rule and age share their scalars."""
-    counts = [entry.counter[0] + 1 for entry in batch.entries]
+    counts = [counter[0] + 1 for counter in batch.counters]
     if batch.ages_differ:
         states = [optimizer.state[p] for _, p, _ in members]
         ages = [tuple(age + 1 for age in optimizer._local_steps(state)) for state in states]
     else:
         ages = [(count, count) for count in counts] if counts.count(counts[0]) < len(counts) else [(counts[0],) * 2]
+    which: Any = batch.which
     if len(ages) == 1:  # as usual: what differs is known
-        different, which = [(kind, ages[0]) for kind in range(len(batch.kinds))], batch.which
+        different = [(kind, ages[0]) for kind in range(len(batch.kinds))]
+        counts = counts[:1]
     else:
         position: dict[Any, int] = {}
-        which = [position.setdefault(pair, len(position)) for pair in zip(batch.which, ages, strict=True)]
+        which = [position.setdefault(pair, len(position)) for pair in zip(batch.which.tolist(), ages, strict=True)]
         different = [*position]
     numbers: list[tuple[Scalars, dict[str, Any], str]] = []
     for kind, age in different:
@@ -347,13 +368,13 @@ def turn_of(
         check_scalars(scalars, group)  # hyperparameters are the user's to change at any time
         numbers.append((scalars, group, scale_policy(group, scalars)))
     seeds = np.array([group["seed"] for group, _ in batch.kinds], dtype=np.uint64)
-    finite = [group["nonfinite"] != "skip" for group, _ in batch.kinds]
+    finite = np.array([group["nonfinite"] != "skip" for group, _ in batch.kinds])
     return dispatch.Turn(
         grads=grads,
         keys=stream_keys(seeds[batch.which], np.array(counts, dtype=np.uint64), batch.identities),
         numbers=numbers,
         which=which,
-        must_be_finite=[finite[kind] for kind in batch.which],
+        must_be_finite=finite[batch.which],
     )
 
 

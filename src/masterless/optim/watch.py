@@ -3,19 +3,22 @@
 Contract:
     * Tensors are known by address, bytes and contiguity: whatever replaces, casts, cuts, transposes or resizes one
       changes one of these. Options are known by value, everything else by identity.
-    * `Watch.holds` is all the Python that a parameter costs in a usual step, hence its loops run inside `map`, and of
-      what is the same object as before only the memory is looked at.
+    * `Watch.holds` is most of the Python that a parameter costs in a usual step, hence its loops run inside `map`, and
+      of what is the same object as before only the memory is looked at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from itertools import chain
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from masterless.formats.storage import COUNTERS
 from masterless.tensor.quantized import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -24,6 +27,25 @@ if TYPE_CHECKING:
 Member = tuple[dict[str, Any], Tensor, str]  # a parameter between its group and its name
 _address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 _dtype, _shape, _nbytes, _stored = map(attrgetter, ("dtype", "shape", "nbytes", "stored"))
+
+
+class Roster:
+    """An optimizer's members; the same tuple as long as the same groups hold the same parameters and names."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[dict[str, Any], list[Tensor], Any]] = []
+        self._members: tuple[Member, ...] = ()
+
+    def members(self, optimizer: LowBitOptimizer) -> tuple[Member, ...]:
+        """All parameters with their groups and names."""
+        groups = optimizer.param_groups
+        if not _same(groups, [group for group, _, _ in self._seen]) or not all(
+            _same(group["params"], parameters) and group.get("param_names") == names
+            for group, parameters, names in self._seen
+        ):
+            self._seen = [(group, [*group["params"]], copy(group.get("param_names"))) for group in groups]
+            self._members = tuple(optimizer.parameters())
+        return self._members
 
 
 def _settings(optimizer: LowBitOptimizer, group: dict[str, Any]) -> tuple[Any, ...]:
@@ -47,6 +69,7 @@ class Watch:
     """All that descriptions of some parameters' steps were made from."""
 
     def __init__(self, optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> None:
+        self._members = members
         self._groups, self._parameters, names = zip(*members, strict=True)
         self._names = [*names]
         self._distinct = [*{id(group): group for group in self._groups}.values()]
@@ -60,18 +83,23 @@ class Watch:
         self._quantized = [p for p in self._parameters if isinstance(p, QuantizedTensor)]
         self._dense = [p for p in self._parameters if not isinstance(p, QuantizedTensor)]
         self._storages = [*map(_stored, self._quantized)]
-        self._tensors = [*self._values, *self._dense]
+        # Of a moment's own counters, which are read as tensors, the identity says everything.
+        self._tensors = [t for key, t in zip(self._keys, self._values, strict=True) if not key.endswith(COUNTERS)]
+        self._tensors += self._dense
         for storage in self._storages:
             self._tensors += storage.tensors.values()
         self._addresses = [*map(_address, self._tensors)]
         self._shaped = [t for t in self._tensors if t.dim()]  # of a number the address says everything
         self._nbytes = [*map(_nbytes, self._shaped)]
-        self._contiguous = [*map(_is_contiguous, self._shaped)]
-        self._shapes = [*map(_shape, self._dense)]
+        if not all(map(_is_contiguous, self._shaped)):
+            raise TypeError("described are only tensors that are contiguous")
+        self._dense_shapes = [*map(_shape, self._dense)]
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass's attributes are slow calls otherwise
+            self.shapes = [*map(_shape, self._parameters)]
 
     @classmethod
     def of(cls, optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> Watch | None:
-        """A watch over these parameters; None if somebody keeps things in their states that are no tensors."""
+        """A watch over these parameters; None if somebody keeps things in their states that cannot be watched."""
         try:
             return cls(optimizer, members, grads)
         except TypeError:
@@ -79,22 +107,27 @@ class Watch:
 
     def holds(self, optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> bool:
         """Whether all of it is as it was."""
-        groups, parameters, names = zip(*members, strict=True)
         return (
-            _same(parameters, self._parameters)
-            and _same(groups, self._groups)
-            and [*names] == self._names
+            (self.are_members(members) or self._had_members(members))
             and self._has_states(optimizer.state)
-            and [*chain.from_iterable(self._own_states)] == self._keys
-            and _same([*chain.from_iterable(map(dict.values, self._own_states))], self._values)
+            and [*chain.from_iterable(self._own_states)] == self._keys  # hence as many values
+            and all(map(is_, chain.from_iterable(map(dict.values, self._own_states)), self._values))
             and _same([*map(_stored, self._quantized)], self._storages)
             and [*map(_dtype, grads)] == self._grads
             and [*map(_address, self._tensors)] == self._addresses
             and [*map(_nbytes, self._shaped)] == self._nbytes
-            and [*map(_is_contiguous, self._shaped)] == self._contiguous
-            and [*map(_shape, self._dense)] == self._shapes
+            and all(map(_is_contiguous, self._shaped))
+            and [*map(_shape, self._dense)] == self._dense_shapes  # a quantized one's is that of its storage
             and [_settings(optimizer, group) for group in self._distinct] == self._settings
         )
+
+    def are_members(self, members: Sequence[Member]) -> bool:
+        """Whether these are the very members, known at a glance (a tuple of them cannot have changed)."""
+        return members is self._members and type(members) is tuple
+
+    def _had_members(self, members: Sequence[Member]) -> bool:
+        groups, parameters, names = zip(*members, strict=True)
+        return _same(parameters, self._parameters) and _same(groups, self._groups) and [*names] == self._names
 
     def _has_states(self, state: dict[Tensor, dict[str, Any]]) -> bool:
         """Whether the parameters have the very dictionaries that they had."""

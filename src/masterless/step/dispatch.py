@@ -41,14 +41,16 @@ class Turn:
         which: ... and which of them each task takes; a single entry is that of all tasks.
         must_be_finite: of each task (or a single entry for all): whether one bad gradient stops the whole step.
         later: whether a backend that would have to wait for its device may tell later how the step went.
+        addresses: of the gradients' memory, if they are known.
     """
 
     grads: Sequence[Tensor]
     keys: NDArray[np.uint64]
     numbers: Sequence[tuple[Scalars, Mapping[str, Any], str]]
-    which: Sequence[int]
-    must_be_finite: Sequence[bool]
+    which: Sequence[int] | NDArray[np.intp]
+    must_be_finite: Sequence[bool] | NDArray[np.bool_]
     later: bool = False
+    addresses: Sequence[int] = ()
 
     def of(self, i: int) -> tuple[Tensor, NDArray[np.uint64], tuple[Scalars, Mapping[str, Any], str]]:
         """One task's part of it."""
@@ -57,7 +59,7 @@ class Turn:
     def some(self, indices: Sequence[int]) -> Turn:
         """The part of some of the tasks."""
 
-        def chosen(values: Sequence[Any]) -> Sequence[Any]:
+        def chosen(values: Any) -> Any:
             return values if len(values) == 1 else [values[i] for i in indices]
 
         keys, finite = self.keys[np.asarray(indices)], chosen(self.must_be_finite)

@@ -178,7 +178,7 @@ class CpuBackend:
     def step(self, prepared: Prepared, turn: Turn, only_survey: bool = False) -> Outcome:
         """All tasks in one call."""
         records = prepared.records.copy() if prepared.shared else prepared.records
-        records["grad"] = [*map(Tensor.data_ptr, turn.grads)]
+        records["grad"] = turn.addresses or [*map(Tensor.data_ptr, turn.grads)]
         records["must_be_finite"] = turn.must_be_finite
         for name, column in zip(("weight_key", "first_key", "second_key"), turn.keys.T, strict=True):
             records[name] = column

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,17 @@ def machine_line(document: Document) -> str:
     m = document["machine"]
     versions = {"torch": m["torch"], **m["peers"]}
     listing = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return f"{m['cores']} cores of {m['processor']} ({m['instruction_set']}); {listing}"
+    return f"{m['cores']} cores of {processor_line(document)}; {listing}"
+
+
+def processor_line(document: Document) -> str:
+    """The processor and the instruction set that the kernel used."""
+    return f"{document['machine']['processor']} ({document['machine']['instruction_set']})"
+
+
+def file_stem(document: Document) -> str:
+    """A file name of the processor and the instruction set: results of another machine are another file."""
+    return re.sub(r"[^a-z0-9]+", "-", processor_line(document).lower()).strip("-")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------
@@ -118,7 +129,7 @@ def growth_table(document: Document) -> Table:
 
 
 def tables(document: Document) -> dict[str, Table]:
-    """All tables of a document, by title."""
+    """All tables of a document, by title, which says what they were measured on."""
     found: dict[str, Table] = {}
     if document.get("step"):
         found |= step_tables(document)
@@ -126,7 +137,7 @@ def tables(document: Document) -> dict[str, Table]:
         found["forward: decoding and products of one layer"] = forward_table(document)
     if document.get("growth"):
         found["growth: one step of one matrix"] = growth_table(document)
-    return found
+    return {f"{title}, on {processor_line(document)}": table for title, table in found.items()}
 
 
 def markdown(table: Table) -> str:
@@ -140,9 +151,10 @@ def markdown(table: Table) -> str:
 
 
 def write(document: Document, out: Path) -> list[Path]:
-    """Writes bench.md and bench.json; returns what was written."""
+    """Writes a .md and a .json file named after the processor (`file_stem`); returns what was written."""
     out.mkdir(parents=True, exist_ok=True)
     text = "\n\n".join(f"## {title}\n\n{markdown(table)}" for title, table in tables(document).items())
-    (out / "bench.md").write_text(f"{machine_line(document)}\n\n{text}\n")
-    (out / "bench.json").write_text(json.dumps(document, indent=1) + "\n")
-    return [out / "bench.md", out / "bench.json"]
+    written = [out / f"{file_stem(document)}{suffix}" for suffix in (".md", ".json")]
+    written[0].write_text(f"{machine_line(document)}\n\n{text}\n")
+    written[1].write_text(json.dumps(document, indent=1) + "\n")
+    return written

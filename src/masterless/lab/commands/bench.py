@@ -48,7 +48,7 @@ def bench(
     repeats: int = typer.Option(9, min=1, help="Repeats of each entry; the fastest counts."),
     only: str = typer.Option("", help="Only steps whose name contains this, with their baselines."),
     largest: int = typer.Option(500_000_000, min=1, help="Parameters up to which growth is measured."),
-    out: Path | None = typer.Option(None, help="Write bench.md and bench.json into this directory."),  # noqa: B008
+    out: Path | None = typer.Option(None, help="Write tables (.md, .json) into this directory."),  # noqa: B008
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead of tables."),
 ) -> None:
     """Measure the step: ratios to torch's fused AdamW and to the bytes-moved limit, memory, growth."""
