@@ -127,7 +127,7 @@ def _captured(optimizer: LowBitOptimizer, batch: Batch, members: Sequence[Member
         courses=[courses[kind] for kind in batch.which],
         kinds=[kinds[kind] for kind in batch.which],
         lrs=[group["lr"] for group, _ in batch.kinds],
-        which=batch.which,
+        which=[int(kind) for kind in batch.which],
         seeds=np.array([group["seed"] for group, _, _ in members], dtype=np.uint64),
         identities=batch.identities,
         counts=[int(entry.counter[0]) for entry in batch.entries],
