@@ -131,7 +131,7 @@ PRESETS: dict[str, Preset] = {
             exp_avg_sq="log2",
             betas=(0.9, 0.95),
         ),
-        # Two bytes tie with fp32 at twenty tokens per parameter and more (docs/presets.md): the one to start with.
+        # The one to start with; what it costs against fp32 is in docs/presets.md.
         _preset(
             "2-byte",
             "int8",
