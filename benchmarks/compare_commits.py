@@ -42,6 +42,7 @@ SIZES = {
     "500 tiny": [(4, 33)] * 250 + [(33,)] * 250,
     "500 short": [(64, 33)] * 250 + [(33,)] * 250,
     "rows of 96": [(50304, 96)],
+    "one matrix": [(2048, 768)],
 }
 # what: format of the matrices (None: dense fp32), dtype of the gradients, options
 ENTRIES = {

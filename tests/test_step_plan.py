@@ -102,6 +102,19 @@ def rename(optimizer):
     optimizer.param_groups[0]["param_names"] = ["other", "b", "c", "d"]
 
 
+def append_a_parameter(optimizer):
+    optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(3, 130)))
+    optimizer.param_groups[0]["param_names"].append("e")
+
+
+def replace_a_parameter(optimizer):
+    optimizer.param_groups[0]["params"][1] = torch.nn.Parameter(torch.ones(40))
+
+
+def rename_in_place(optimizer):
+    optimizer.param_groups[0]["param_names"][0] = "other"
+
+
 CHANGES = [
     set_options(lr=0.0),
     set_options(lr=0.3),
@@ -122,6 +135,9 @@ CHANGES = [
     forget_a_state,
     reset,
     rename,
+    rename_in_place,
+    append_a_parameter,
+    replace_a_parameter,
 ]
 
 
