@@ -19,7 +19,7 @@ from torch import nn
 import masterless as ml
 from masterless.formats import codec
 from masterless.formats.rounding import dither
-from masterless.optim.base import LossyUpdateWarning
+from masterless.optim.errors import LossyUpdateWarning
 from masterless.tensor.quantized import QuantizedTensor
 
 HALF_ULP = 2.0**-24  # largest relative error of one fp32 operation

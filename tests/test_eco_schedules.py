@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import masterless as ml
-from masterless.optim.base import LossyUpdateWarning
+from masterless.optim.errors import LossyUpdateWarning
 from masterless.tensor.quantized import QuantizedTensor
 
 HALF_ULP = 2.0**-24

@@ -13,7 +13,7 @@ import masterless as ml
 from masterless.formats import codec, parse, scaling
 from masterless.formats.rounding import dither
 from masterless.insight import memory
-from masterless.optim.base import LossyUpdateWarning
+from masterless.optim.errors import LossyUpdateWarning
 from masterless.step import statistics
 from masterless.tensor.quantized import QuantizedTensor
 

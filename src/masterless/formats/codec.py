@@ -37,6 +37,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from masterless.formats.arithmetic import bits_float, float_bits
 from masterless.formats.format import Format
 from masterless.formats.packing import pack, unpack
 from masterless.formats.rounding import threshold
@@ -63,21 +64,6 @@ _LOG_LANE_LENGTH = 16  # a lane has at least this many elements, so a short bloc
 # Which of the eight sorted lane minima is the lowest level: few codes want a narrow range (the largest
 # minimum, about the 0.14-quantile), many codes can afford a wide one. Measured in tests/test_log_code.py.
 LOG_LOW_RANK = {2: 7, 3: 3, 4: 1, 8: 0}
-
-
-def float_bits(x: Tensor) -> Tensor:
-    """The bit pattern of fp32 numbers, as int64."""
-    return x.contiguous().view(torch.int32).to(torch.int64)
-
-
-def bits_float(bits: Tensor) -> Tensor:
-    """The fp32 numbers with these bit patterns."""
-    return bits.to(torch.int32).view(torch.float32)
-
-
-def exact_sqrt(x: Tensor) -> Tensor:
-    """Correctly rounded fp32 square root; `torch.sqrt` is off by one ulp in 0.6% of cases on CPUs with MKL."""
-    return x.to(torch.float64).sqrt().to(torch.float32)
 
 
 # --- scales ---------------------------------------------------------------------------------------------

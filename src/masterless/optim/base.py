@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
@@ -27,7 +26,7 @@ from masterless.formats.rounding import check_rounding, of_signed
 from masterless.formats.scaling import POLICIES
 from masterless.formats.storage import COUNTERS, Storage, predicted_bytes, refuse_leftovers, state_key, tensor_specs
 from masterless.optim import compiled, resets, state_dict, units
-from masterless.optim.errors import LossyUpdateWarning, NonFiniteGradientError, require
+from masterless.optim.errors import NonFiniteGradientError, require, warn_of_losses
 from masterless.optim.options import COMMON_DEFAULTS, REFUSED, refuse
 from masterless.optim.plan import PLAIN, Member, StepPlan
 from masterless.optim.state_dict import prepare_for_load
@@ -167,7 +166,7 @@ class LowBitOptimizer(compiled.StepOperator, Optimizer):
             sharding.check(p, group, self.state_formats(p, group))
         if storage is None or storage.format.master:
             return
-        self._warn_of_losses(storage.format, group)
+        warn_of_losses(self, storage.format, group)
         # Asked for by name, units that cannot carry the error would switch compensation off without a word.
         named = group["error_compensation"] is None and group.get("moment_units") in ("gradient", "update")
         if group["error_compensation"] or (named and self.has_momentum(group)):
@@ -194,28 +193,6 @@ class LowBitOptimizer(compiled.StepOperator, Optimizer):
             raise ValueError(
                 f"{name} without momentum has no buffer to carry the rounding error of a parameter stored as "
                 f"'{format}'; pass error_compensation=False, or set a momentum (beta1) above zero"
-            )
-
-    def _warn_of_losses(self, format: Format, group: dict[str, Any]) -> None:
-        if group["weight_rounding"] != "nearest" or format.fine_bits >= 4:
-            return
-        able = self.rule(group, True).compensable and self.has_momentum(group)
-        carried = group["error_compensation"] is not False and able
-        if not carried:
-            warnings.warn(
-                f"weights stored as '{format}' with weight_rounding='nearest' and no error compensation lose every "
-                f"update below half a quantum, which is most of them; use weight_rounding='stochastic'",
-                LossyUpdateWarning,
-                stacklevel=5,
-            )
-        elif format.bits <= 4 and self.momentum(group) > 0.7:
-            lag = 1 / (2 * (1 - self.momentum(group)))
-            warnings.warn(
-                f"with weight_rounding='nearest' and a momentum of {self.momentum(group)} the stored weight can lag "
-                f"{lag:.1f} quanta behind, and a quantum of '{format}' is large; use weight_rounding='stochastic', "
-                f"or a momentum of about 0.35",
-                LossyUpdateWarning,
-                stacklevel=5,
             )
 
     # --- state --------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from masterless.step.scalars import Course, Planned
 
 if TYPE_CHECKING:
     from masterless.optim.base import LowBitOptimizer
-    from masterless.optim.plan import Batch
+    from masterless.optim.batch import Batch
 
 
 class DeviceStep:

@@ -17,8 +17,9 @@ from masterless.formats.rounding import PURPOSES, parameter_id, stream_key
 from masterless.formats.scaling import FROZEN
 from masterless.formats.storage import Storage
 from masterless.optim.base import LowBitOptimizer, require
+from masterless.optim.batch import of_all_ranks, scale_policy
 from masterless.optim.options import Options, common
-from masterless.optim.plan import Member, StepPlan, counter_of, explained, of_all_ranks, scale_policy, task_of
+from masterless.optim.plan import Member, StepPlan, counter_of, explained, task_of
 from masterless.step import dispatch, tile
 from masterless.step.orthogonal import ADJUSTMENTS, given_back, newton_schulz, shape_factor
 from masterless.step.rules import RULES, Rule, Update

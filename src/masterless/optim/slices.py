@@ -17,7 +17,8 @@ from torch.autograd.graph import increment_version
 
 from masterless.formats.rounding import parameter_id
 from masterless.optim.base import LowBitOptimizer, NonFiniteGradientError
-from masterless.optim.plan import Entry, Member, batch_of, counter_of, perform, task_of, turn_of
+from masterless.optim.batch import Entry, batch_of, perform, turn_of
+from masterless.optim.plan import Member, counter_of, task_of
 from masterless.step import dispatch
 from masterless.tensor.quantized import QuantizedTensor
 from masterless.tensor.rows import has_rows

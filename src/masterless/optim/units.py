@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from masterless.formats.codec import exact_sqrt
+from masterless.formats.arithmetic import exact_sqrt
 from masterless.formats.storage import Storage
 from masterless.optim.resets import local_step
 from masterless.step.rules import Rule

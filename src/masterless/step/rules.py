@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from masterless.formats.codec import exact_sqrt
+from masterless.formats.arithmetic import exact_sqrt
 from masterless.step.scalars import (
     Planned,
     Scalars,

@@ -35,7 +35,7 @@ from masterless.lab.train.corpus import Corpus, stdlib_corpus, text_corpus
 from masterless.lab.train.loop import TrainSettings, train
 from masterless.lab.train.observe import Stalls, is_number, peak_memory
 from masterless.optim import LowBitOptimizer, NonFiniteGradientError
-from masterless.optim.base import LossyUpdateWarning
+from masterless.optim.errors import LossyUpdateWarning
 
 
 @dataclass(frozen=True)
