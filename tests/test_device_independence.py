@@ -57,7 +57,7 @@ class Watch(TorchFunctionMode):
             if name == "sum" and result.dtype == torch.float32:
                 assert torch.equal(args[0], args[0].round()), "a sum of fractions: its order shows"
             if name == "sqrt":
-                assert result.dtype == torch.float64, "sqrt of fp32 numbers: use codec.exact_sqrt"
+                assert result.dtype == torch.float64, "sqrt of fp32 numbers: use formats.arithmetic.exact_sqrt"
         return result
 
 
