@@ -24,7 +24,7 @@ x, losses = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)), [
 for _ in range(30):
     loss = (layer(x) - x).square().mean()
     loss.backward(); opt.step(); opt.zero_grad()
-    losses.append(float(loss))
+    losses.append(loss.item())
 assert losses[-1] < losses[0] / 2, losses
 print(ml.__version__, "from", ml.__file__, "kernel:", library.describe().instruction_set)
 """
