@@ -42,7 +42,7 @@ def jobs() -> list[Job]:
     runs += [(options, 4e-4, 0) for options in (FP32, TWO, INT4)]
     trained: list[Job] = [{**options, "lr": lr, "seed": seed, **TRAIN} for options, lr, seed in runs]
     starts: list[Job] = [{**FP32, **START}, {**INT4, **START}]
-    starts += [{**TWO, "weights": format, **START} for format in ("int4", "int4:32", "int8", "fp8")]
+    starts += [{**TWO, "weights": format, **START} for format in ("int4", "int4:32", "int8", "fp8", "int4+2", "int4+4")]
     memory: list[Job] = [{**TWO, **LEAN, **MEMORY}, {**FP32, **MEMORY}, {**TWO, **LEANER, **MEMORY}, {**TWO, **MEMORY}]
     memory += [{**FP32, **LEAN, **MEMORY}, {**FP32, **LEANER, **MEMORY}, {**INT4, **LEAN, **MEMORY}]
     late: list[Job] = [{**TWO, "weights": format, "calibrate": True, **START} for format in ("int4", "int8", "fp8")]
@@ -111,7 +111,7 @@ def jump_table(rows: list[Row]) -> str:
     if dense is None:
         return "(not run yet)"
     lines = [f"| format (dense: {dense:.4f} nats per token) | nearest | `calibrate_` |", "|---|---|---|"]
-    for format in ("int8", "fp8", "int4", "int4:32"):
+    for format in ("int8", "fp8", "int4", "int4:32", "int4+2", "int4+4"):
         nearest = starts.get(("2-byte", format, False))
         better = starts.get(("2-byte", format, True), starts.get(_recipe(INT4)) if format == "int4:32" else None)
         cells = [f"{loss - dense:+.4f}" if loss is not None else "" for loss in (nearest, better)]

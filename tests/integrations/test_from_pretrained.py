@@ -109,17 +109,17 @@ def test_the_checkpoint_file_is_not_held_in_memory(tmp_path):
 
 def test_a_preset_for_pretraining_warns_on_a_pretrained_model(tmp_path):
     llama().save_pretrained(tmp_path)
-    with pytest.warns(ml.LossyUpdateWarning, match=r"'1-byte-int4' is for training from scratch.*1\.3-byte-int4"):
-        ml.prepare(reload(tmp_path), "1-byte-int4")
-    with pytest.warns(ml.LossyUpdateWarning, match=r"to 4 bits, to nearest.*calibrate_\(model, batches, 'int4\+4'\)"):
+    with pytest.warns(ml.LossyUpdateWarning, match=r"'1\.3-byte-int4' is for training from scratch.*2-byte-int4"):
         ml.prepare(reload(tmp_path), "1.3-byte-int4")
+    with pytest.warns(ml.LossyUpdateWarning, match=r"to 4 bits, to nearest.*calibrate_\(model, batches, 'int4\+4'\)"):
+        ml.prepare(reload(tmp_path), "2-byte-int4")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ml.prepare(reload(tmp_path), "2-byte")
-        ml.prepare(llama(), "1-byte-int4")
+        ml.prepare(llama(), "1.3-byte-int4")
         calibrated = reload(tmp_path)
         ml.calibrate_(calibrated, [{"input_ids": IDS}], "int4+4")
-        ml.prepare(calibrated, "1.3-byte-int4")
+        ml.prepare(calibrated, "2-byte-int4")
 
 
 def test_a_dequantized_model_is_an_ordinary_one(tmp_path):

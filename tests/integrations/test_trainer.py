@@ -46,7 +46,7 @@ def test_the_best_model_is_loaded_at_the_end_and_the_folder_is_complete(tmp_path
 def test_from_pretrained_to_trainer_without_a_line_between(tmp_path):
     llama().save_pretrained(tmp_path / "dense")
     model = type(llama()).from_pretrained(tmp_path / "dense", quantization_config=MasterlessConfig("int8"))
-    trainer = trainer_for(model, tmp_path / "run", ("1-byte", {"weight_decay": 0.1}))
+    trainer = trainer_for(model, tmp_path / "run", ("2-byte", {"weight_decay": 0.1}))
     trainer.train()
     assert logged_losses(trainer)[-1] < logged_losses(trainer)[0]
     decays = {

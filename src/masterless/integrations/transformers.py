@@ -1,7 +1,7 @@
 """masterless in transformers: quantize while loading, save, reload and resume to the bit.
 
     model = AutoModelForCausalLM.from_pretrained(name, quantization_config=MasterlessConfig("int8"))
-    trainer = Trainer(model, args, ..., optimizer_cls_and_kwargs=(PresetOptimizer, {"preset": "1-byte", "lr": 1e-4}))
+    trainer = Trainer(model, args, ..., optimizer_cls_and_kwargs=(PresetOptimizer, {"preset": "2-byte", "lr": 1e-4}))
 
 Importing this module registers the quantization method "masterless" with transformers.
 

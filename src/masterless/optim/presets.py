@@ -35,7 +35,7 @@ class Preset:
         weights: format of the inner matrices; None leaves them as they are.
         options: keyword arguments of `masterless.AdamW`.
         summary: one line for tables.
-        from_pretrained: whether it suits trained weights, whose learning rate is small.
+        from_pretrained: whether it suits trained weights.
     """
 
     name: str
@@ -111,6 +111,7 @@ PRESETS: dict[str, Preset] = {
             "1.3-byte-int4",
             "int4+2",
             "INT4 in the forward pass, 2 hidden bits, 4-bit first moment, factored second",
+            from_pretrained=False,  # what is seen of int4+2 is an eighth of a quantum too large on average
             exp_avg="int4",
             exp_avg_sq="factored",
             betas=(0.9, 0.95),
@@ -267,8 +268,8 @@ def _warn_of_pretrained(model: nn.Module, preset: Preset) -> None:
     if source and not preset.from_pretrained:
         better = ", ".join(p.name for p in PRESETS.values() if p.from_pretrained and p.weights is not None)
         warnings.warn(
-            f"preset {preset.name!r} is for training from scratch and this model comes from {source!r}: at the "
-            f"learning rates of fine-tuning its weights hardly move; choose one of {better}",
+            f"preset {preset.name!r} is for training from scratch and this model comes from {source!r}: what the "
+            f"forward pass sees of weights rounded that way is too far from them; choose one of {better}",
             LossyUpdateWarning,
             stacklevel=3,
         )

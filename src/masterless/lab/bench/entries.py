@@ -97,6 +97,5 @@ OURS = [
         "int4",
         torch.bfloat16,
     ),
-    _preset("1-byte-int4"),
-    _preset("1-byte"),
+    *map(_preset, (name for name in ml.PRESETS if "byte" in name)),
 ]
