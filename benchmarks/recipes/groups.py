@@ -27,6 +27,12 @@ MUON_LRS = (16e-3, 32e-3, 64e-3)
 SMALL_SEEDS: Options = {"sweep": (0, 1), "seeds": range(6)}  # of the cheapest setting
 
 
+def with_betas(base: Recipe, beta1: float, beta2: float) -> Recipe:
+    """The same recipe with other betas."""
+    label = f"{base.label}, betas {beta1:g} {beta2:g}"
+    return replace(base, label=label, options={**base.options, "betas": (beta1, beta2)})
+
+
 def full(beta1: float = 0.9) -> Recipe:
     """fp32 AdamW."""
     return recipe(f"fp32, b1 {beta1:g}", beta1=beta1)
@@ -34,6 +40,8 @@ def full(beta1: float = 0.9) -> Recipe:
 
 TWO = recipe("int8, int4 m .9, log4 v", "int8", "int4", "log4")
 TWO_FINE = recipe("int8, int4:32 m .9, log4 v", "int8", "int4:32", "log4")
+TWO_BETAS = [with_betas(TWO, *betas) for betas in ((0.9, 0.99), (0.8, 0.99), (0.8, 0.95))]
+UPDATE_UNITS = recipe("fp32, m in update units", **UPDATE)
 INT8_DROP = recipe("int8, error dropped", "int8", **DROP)
 ONE = recipe("int6, int2 m .53, factored v, dropped", "int6", "int2", "factored", 0.53, **DROP)
 ONE_INT4 = recipe("int4, int4 m .8, factored v", "int4", "int4", "factored", 0.8)
@@ -233,6 +241,9 @@ def cells() -> list[Cell]:
     found += _grid("candidates", [*deciding[:3], *deciding[4:8], deciding[3]], (MIDDLE,), sweep=(0, 1), seeds=range(4))
     found += _grid("weights", injected()[:1], (MIDDLE,), sweep=(0, 1), seeds=range(4))
     found += _grid("moments", [*first_moments()[:1], *log_moments()[:1]], (MIDDLE,), sweep=(0, 1), seeds=range(4))
+    # What injection needs, an average of gradients that are divided already (LaProp), costs by itself at 150k.
+    units = [UPDATE_UNITS, *TWO_BETAS, with_betas(full(), 0.9, 0.99)]
+    found += _grid("units", units, (MIDDLE,), sweep=(0,), seeds=range(2), lrs=(4e-3,))
     found += _grid("candidates", [TWO_FINE], (MIDDLE,), sweep=(0, 1), seeds=range(4))
     found += _grid("one byte", one_byte(), (SMALL,), **SMALL_SEEDS)
     found += _grid("late int4", late_int4()[:4], (SMALL,), **SMALL_SEEDS)
@@ -256,6 +267,8 @@ def cells() -> list[Cell]:
     # Muon's best learning rate stands out by 3% at 37k@20: one seed finds it.
     found += _grid("muon", muons()[:4], (SMALL,), sweep=(0,), lrs=MUON_LRS)
     found += _grid("muon", [full(), TWO], (SMALL,))
+    best = [r for r in muons() if r.label in ("Muon fp32, mu .8", "Muon int8, int4:32 m .8")]
+    found += _grid("muon", best, (SMALL,), sweep=(0,), seeds=range(6), lrs=(32e-3, 64e-3))
     found += _grid("muon", [muons()[4], *muons()[15:]], (SMALL,), sweep=(0,), lrs=(32e-3, 64e-3))
     found += _grid("muon", muons()[4:8], (SMALL,), sweep=(0,), lrs=MUON_LRS)
     found += _grid("lion", lions(), (SMALL,), sweep=(0,), lrs=(1e-3, 2e-3, 4e-3))
