@@ -33,6 +33,7 @@ import tasks_study
 from jobs import load
 from recipes import analysis
 from recipes.groups import cells as recipe_cells
+from recipes.groups import group_names
 from recipes.store import RESULTS as RECIPES
 from recipes.store import Store
 
@@ -138,19 +139,7 @@ def _recipes(setting: str, group: str) -> Callable[[], str]:
 
 
 for _setting in ("37k@20", "150k@20", "600k@20", "37k@100", "150k@100"):
-    for _group in (
-        "candidates",
-        "weights",
-        "moments",
-        "late int4",
-        "fp32",
-        "presets",
-        "eco",
-        "large",
-        "long",
-        "muon",
-        "units",
-    ):
+    for _group in group_names():
         name = f"recipes-{_setting.replace('@', '-')}-{_group.replace(' ', '-')}"
         TABLES[name] = _recipes(_setting, _group)
 
