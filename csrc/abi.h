@@ -140,6 +140,7 @@ enum MlRule : int32_t { ML_RULES(ML_ENUMERATOR) };
     FIELD(float, eps)                                                                               \
     FIELD(float, clip)                                                                              \
     FIELD(float, inject)                                                                            \
+    FIELD(float, bias2_before)                                                                      \
     FIELD(double, adafactor_step_size)      /* before the weight's RMS is known */                  \
     FIELD(double, adafactor_rate1)          /* likewise, of a momentum in units of the weight */    \
     FIELD(double, adafactor_min_rms)                                                                \

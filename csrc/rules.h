@@ -15,13 +15,13 @@ inline namespace MASTERLESS_ISA {
 constexpr float kLargest = 0x1.fffffep127f;  // where moments stop short of infinity
 
 struct Scalars {  // as vectors, so that no loop has to spread them
-    vf step_size, decay, l2, keep1, rate1, keep2, rate2, bias2, eps, clip;
+    vf step_size, decay, l2, keep1, rate1, keep2, rate2, bias2, bias2_before, eps, clip;
     bool has_eps;
 
     explicit Scalars(const MlTask& t)
         : step_size(splat(t.step_size)), decay(splat(t.decay)), l2(splat(t.l2)), keep1(splat(t.keep1)),
           rate1(splat(t.rate1)), keep2(splat(t.keep2)), rate2(splat(t.rate2)), bias2(splat(t.bias2)),
-          eps(splat(t.eps)), clip(splat(t.clip)), has_eps(t.eps > 0.0f) {}
+          bias2_before(splat(t.bias2_before)), eps(splat(t.eps)), clip(splat(t.clip)), has_eps(t.eps > 0.0f) {}
 };
 
 // This step's innovation (g * g for most rules) to the updated average; a factored one was updated before.
@@ -72,7 +72,7 @@ struct AdamUpdateUnits {
     }
 };
 
-// Momentum in units of the weight: u <- b1 u + (1-b1) lr g/d;  step u
+// Momentum in units of the weight: u <- b1 u d'/d + (1-b1) lr g/d, d' the d before;  step u
 struct AdamWeightUnits {
     static constexpr bool kSecond = true;
     template <bool kFirst> static constexpr bool has_denominator() { return !kFirst; }
@@ -80,7 +80,14 @@ struct AdamWeightUnits {
         const vf v = second_moment(g * g);
         const vf d = sqrt(v) * c.bias2 + c.eps;
         if (!kFirst) return {vf{}, v, g, d};
-        u = u * c.keep1 + quotient(g, d, c) * c.rate1;
+        const vf kept = u * c.keep1, stored = second_moment.stored;
+        if (second_moment.is_current) {
+            u = kept + quotient(g, d, c) * c.rate1;
+        } else {
+            const vf before = select(stored > 0.0f, sqrt(stored) * c.bias2_before + c.eps, d);
+            const vf carried = (kept * before + g * c.rate1) / d;
+            u = c.has_eps ? carried : select(d > 0.0f, carried, kept);
+        }
         return {u, v, u, vf{}};
     }
 };

@@ -2,7 +2,8 @@
 
 With the momentum u in units of the weight, ``theta = W - k u`` moves by this step's gradient alone, whatever the
 rounding and the learning rate do: ``theta' = theta - lr wd W - gain lr g/d`` with ``k = b/(1-b)`` (Nesterov:
-``b^2/(1-b)``), d the rule's denominator. At lr = 0 neither W nor u moves.
+``b^2/(1-b)``), d the rule's denominator. Adam's momentum is carried over from the last d to this one, ``u d'/d``, which
+moves theta by ``-k (d'/d - 1) u``, rounding or not. At lr = 0 neither W nor u moves.
 """
 
 import math
@@ -73,13 +74,24 @@ class Rule:
     def move(self, w, g, lr):
         raise NotImplementedError
 
+    def carried(self):
+        """By what factor the momentum was carried over to this step's d."""
+        return 1.0
+
 
 class AdamW(Rule):
     cls, options = ml.AdamW, {"betas": (B, B2), "eps": EPS, "weight_decay": WD}
 
+    def divisor(self, g):
+        self.before = self.d if self.t else None
+        self.d = (self.average(g) / (1 - B2**self.t)).sqrt() + EPS
+        return self.d
+
     def move(self, w, g, lr):
-        d = (self.average(g) / (1 - B2**self.t)).sqrt() + EPS
-        return -lr * WD * w - lr * g / d
+        return -lr * WD * w - lr * g / self.divisor(g)
+
+    def carried(self):
+        return 1.0 if self.before is None else self.before / self.d
 
 
 class Adam(AdamW):
@@ -87,7 +99,7 @@ class Adam(AdamW):
 
     def move(self, w, g, lr):
         g = g + WD * w
-        return -lr * g / ((self.average(g) / (1 - B2**self.t)).sqrt() + EPS)
+        return -lr * g / self.divisor(g)
 
 
 class SGD(Rule):
@@ -156,6 +168,8 @@ def test_the_virtual_iterate_is_conserved_under_every_schedule(rule, schedule, f
         move = oracle.move(w, g.double(), lr)
         if lr == 0.0:
             assert torch.equal(new_w, w) and torch.equal(new_u, u)
+        else:
+            move = move - oracle.coefficient * (oracle.carried() - 1) * u
         found = (new_w - oracle.coefficient * new_u) - (w - oracle.coefficient * u)
         largest = max(float(x.abs().max()) for x in (w, new_w, oracle.coefficient * u, oracle.coefficient * new_u))
         # W~: three fp32 operations on numbers below `largest`; u': four; d has the roundings of the second moment

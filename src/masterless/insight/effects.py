@@ -27,6 +27,7 @@ from masterless.insight import forecast as predict
 from masterless.optim.base import LowBitOptimizer
 from masterless.optim.resets import local_step
 from masterless.step import tile
+from masterless.step.rules import SecondMoment
 from masterless.step.scalars import Scalars
 from masterless.tensor.quantized import weight_storage
 
@@ -117,6 +118,16 @@ class _Exact:
     scalars: Scalars
 
 
+class _Watched(SecondMoment):
+    """A second moment that remembers what entered it."""
+
+    innovation: Tensor | None = None
+
+    def __call__(self, innovation: Tensor) -> Tensor:
+        self.innovation = innovation
+        return super().__call__(innovation)
+
+
 def _exact(
     optimizer: LowBitOptimizer, before: Snapshot, grad: Tensor, weight: Storage, stored: dict[str, Storage]
 ) -> _Exact:
@@ -127,20 +138,16 @@ def _exact(
     w = before.weight.decode()
     g = tile.descent_gradient(grad, w, c, group["maximize"])
     m = before.states[first].decode() if first in before.states else None
-    entering = None
-
-    def second_moment(innovation: Tensor) -> Tensor:
-        nonlocal entering
-        entering = innovation
-        assert second is not None
-        if second in before.states:
-            return tile.averaged(before.states[second].decode(), c)(innovation)
-        return factored_rows(stored[second])[before.rows]  # updated before the rule reads it
+    view = None
+    if second is not None:
+        current = second not in before.states  # a factored one is updated before the rule reads it
+        average = factored_rows(stored[second])[before.rows] if current else before.states[second].decode()
+        view = _Watched(average, current, c)
 
     if rule.finish is not None:
-        raw = tile.moved(rule.update(g, None, second_moment, c._replace(clip=1.0)))
+        raw = tile.moved(rule.update(g, None, view, c._replace(clip=1.0)))  # type: ignore[arg-type]
         c = rule.finish(c, group, _rms(w), _rms(raw))
-    target, update = tile.advance(rule, c, g, w, m, second_moment)
+    target, update = tile.advance(rule, c, g, w, m, view)
     moments, injected = {}, None
     if first in before.states and update.first is not None:
         moments[first] = update.first
@@ -150,7 +157,7 @@ def _exact(
             moments[first] = update.first + residue
     if second in before.states and update.second is not None:
         moments[second] = update.second
-    return _Exact(target, moments, injected, entering, c)
+    return _Exact(target, moments, injected, None if view is None else view.innovation, c)
 
 
 def _rms(x: Tensor) -> float:

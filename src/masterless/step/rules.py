@@ -11,8 +11,8 @@ Contract:
       double precision, by the rule's `scalars` function (`scalars.py`) and rounded to fp32 where it meets a tile.
     * Nothing moves where a denominator is zero (`quotient`).
     * A first moment of None means that it is not stored: the gradient stands in its place.
-    * The second moment arrives as a function of this step's innovation (``g * g`` for most rules), because
-      a factored one is not updated tile by tile.
+    * The second moment arrives as a `SecondMoment`: a function of this step's innovation (``g * g`` for most rules),
+      because a factored one is not updated tile by tile.
     * `inject` is the factor of error compensation: adding ``inject * e`` to a first moment in units of the weight
       makes the coming steps give back exactly what rounding took, whatever the learning rate does
       (`docs/error-compensation.md`).
@@ -45,7 +45,23 @@ from masterless.step.scalars import (
     sgd_weight_course,
 )
 
-SecondMoment = Callable[[Tensor], Tensor]
+
+class SecondMoment(NamedTuple):
+    """A rule's view of its second moment: this step's innovation to the new average.
+
+    Attributes:
+        stored: the average as decoded; of a factored one the estimate that this step's statistics have entered already.
+        is_current: whether they have.
+        c: the step's numbers.
+    """
+
+    stored: Tensor
+    is_current: bool
+    c: Scalars
+
+    def __call__(self, innovation: Tensor) -> Tensor:
+        """The new average."""
+        return self.stored if self.is_current else self.stored * self.c.keep2 + innovation * self.c.rate2
 
 
 class Update(NamedTuple):
@@ -84,15 +100,22 @@ def adam_update_units(g: Tensor, u: Tensor | None, second_moment: SecondMoment, 
 
 
 def adam_weight_units(g: Tensor, u: Tensor | None, second_moment: SecondMoment, c: Scalars) -> Update:
-    """Adam with its momentum in units of the weight: ``u <- b1 u + (1-b1) lr g/d; step u``.
+    """Adam with its momentum in units of the weight: ``u <- b1 u d'/d + (1-b1) lr g/d; step u``, d' the d before.
 
+    d'/d carries u over from one v to the next, so that the gradients of all steps are divided by the present v, as
+    Adam's are. Row and column means (factored) move slowly: there it is left out. Nor is it for a v that was zero.
     No bias correction of u: what was put into it must come out again in full, ``b1/(1-b1)`` times.
     """
     v = second_moment(g * g)
     d = exact_sqrt(v) * c.bias2 + c.eps
     if u is None:
         return Update(None, v, g, d)
-    u = u * c.keep1 + quotient(g, d) * c.rate1
+    kept = u * c.keep1
+    if second_moment.is_current:
+        u = kept + quotient(g, d) * c.rate1
+    else:
+        before = torch.where(second_moment.stored > 0, exact_sqrt(second_moment.stored) * c.bias2_before + c.eps, d)
+        u = torch.where(d > 0, (kept * before + g * c.rate1) / d, kept)
     return Update(u, v, u, None)
 
 

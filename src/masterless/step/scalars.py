@@ -31,6 +31,7 @@ class Scalars(NamedTuple):
     eps: float = 0.0
     clip: float = 1.0  # Adafactor: what update clipping leaves of the update
     inject: float = 0.0  # error compensation: u <- u + inject * e
+    bias2_before: float = 0.0  # bias2 of the update before; 0 in the first, where there was none
 
 
 class Course(NamedTuple):
@@ -73,6 +74,7 @@ def scalars_at(course: Course, lr: float, t1: int, t2: int) -> Scalars:
         rate2=course.rate2,
         bias2=1.0 / math.sqrt(1.0 - power(course.beta2, t2)),
         eps=course.eps,
+        bias2_before=1.0 / math.sqrt(1.0 - power(course.beta2, t2 - 1)) if t2 > 1 else 0.0,
     )
     return _in_weight_units(c, course.share) if course.inside else c
 

@@ -80,13 +80,12 @@ def advance_rows(task: Task, known: Known, grad: Tensor, start: int, stop: int) 
 
 
 def second_moment(task: Task, known: Known, start: int, stop: int) -> SecondMoment | None:
-    """The rule's view of its second moment in some rows: this step's innovation to the updated average."""
+    """The rule's view of its second moment in some rows; None if it has none."""
     if task.factored:
         assert task.second is not None
-        estimate = factored_rows(task.second, start, stop, known.row_means)
-        return lambda innovation: estimate
+        return SecondMoment(factored_rows(task.second, start, stop, known.row_means), True, known.scalars)
     old = tile.decoded(task.second, start, stop)
-    return None if old is None else tile.averaged(old, known.scalars)
+    return None if old is None else SecondMoment(old, False, known.scalars)
 
 
 def gradient_rows(task: Task, grad: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:

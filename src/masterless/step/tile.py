@@ -37,11 +37,6 @@ def decoded(storage: Storage | None, start: int, stop: int) -> Tensor | None:
     return codec.decode(storage.slab(start, stop), storage.layout.cols, storage.format)
 
 
-def averaged(old: Tensor, c: Scalars) -> SecondMoment:
-    """A rule's view of a second moment that is stored element by element: this step's innovation to the new average."""
-    return lambda innovation: old * c.keep2 + innovation * c.rate2
-
-
 def advance(
     rule: Rule, c: Scalars, g: Tensor, w: Tensor, m: Tensor | None, second_moment: SecondMoment | None
 ) -> tuple[Tensor, Update]:

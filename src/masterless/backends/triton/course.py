@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from masterless.backends.triton.record import COUNTERS, GRAD, NUMBERS_LENGTH, RECORD_LENGTH, WEIGHT_KEY
+from masterless.backends.triton.record import COUNTERS, GRAD, MOVES, NUMBERS_LENGTH, RECORD_LENGTH, WEIGHT_KEY
 from masterless.formats import rounding
 from masterless.step.scalars import _LARGEST_FLOAT, Course
 
@@ -91,6 +91,8 @@ def course_kernel(records, table, courses, rates, which, counters, streams, grad
     rate1 = tl.where(t == 1, tl.load(course + _FIRST_RATE1), tl.load(course + _RATE1))
     spread = 1.0 - _power(tl.load(course + _BETA2), t)
     bias2 = (spread * 0.0 + 1.0) / tl.sqrt(spread)
+    spread = tl.where(t > 1, 1.0 - _power(tl.load(course + _BETA2), t - 1), 1.0)
+    before = tl.where(t > 1, (spread * 0.0 + 1.0) / tl.sqrt(spread), 0.0)
     inside = (tl.load(course + _INSIDE) != 0.0) & (keep1 != 0.0)
     moves = size != 0.0
     inject = tl.where(inside & moves, tl.load(course + _SHARE), 0.0)
@@ -108,7 +110,8 @@ def course_kernel(records, table, courses, rates, which, counters, streams, grad
     odd = _put(out, 8, tl.load(course + _EPS), odd)
     tl.store(out + 9, 1.0)
     odd = _put(out, 10, inject, odd)
-    tl.store(out + 11, tl.where((size == 0.0) & (decay == 1.0), 0.0, 1.0))
+    odd = _put(out, 11, before, odd)
+    tl.store(out + MOVES, tl.where((size == 0.0) & (decay == 1.0), 0.0, 1.0))
     if odd:
         tl.atomic_max(stop, 1)
         tl.atomic_add(odd_steps, 1)

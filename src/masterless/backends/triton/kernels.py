@@ -265,7 +265,7 @@ def step_tiles(record, found, place, cols, c, STEP: tl.constexpr):
         m = m + (target - kept) * c[10]
     m, v = storable(m, STEP.first), storable(v, STEP.second)
     tl.debug_barrier()
-    moves = unless_zero(allowed, c[11])
+    moves = unless_zero(allowed, c[12])
     codecs.store(w_at, target, codes, word, geometry, moves, cols, STEP.weight, STEP)
     store_metadata(w_at, scale, geometry, moves, cols, STEP.weight, STEP)
     if STEP.first.stored:

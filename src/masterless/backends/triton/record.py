@@ -15,6 +15,7 @@ COUNTS = ("surveyed", "lost", "stepped")
 
 RECORD_LENGTH = tl.constexpr(len(FIELDS))
 NUMBERS_LENGTH = tl.constexpr(len(NUMBERS))
+MOVES = tl.constexpr(NUMBERS.index("moves"))
 ADAFACTOR_LENGTH = tl.constexpr(len(ADAFACTOR))
 COUNTERS = tl.constexpr(len(COUNTS))
 

@@ -30,6 +30,7 @@ def numbers(p):
         tl.load(p + 9),
         tl.load(p + 10),
         tl.load(p + 11),
+        tl.load(p + 12),
     )
 
 
@@ -100,6 +101,7 @@ def update(g, m, v, c, STEP: tl.constexpr):
         else:
             m, moved = g, _sign(g)
     else:
+        stored = v
         v = _average(v, g * g, c, STEP)
         root = tl.sqrt_rn(v)
         if STEP.family == "adam_weight_units":
@@ -108,9 +110,20 @@ def update(g, m, v, c, STEP: tl.constexpr):
             d = root + c[8]
         else:
             d = tl.maximum(root, c[8])
-        u = quotient(g, d, STEP.eps)
+        carries: tl.constexpr = STEP.family == "adam_weight_units" and has_first and STEP.second.kind != "factored"
+        if carries:
+            kept = m * c[3]
+            before = tl.where(stored > 0.0, tl.sqrt_rn(stored) * c[11] + c[8], d)
+            sum = kept * before + g * c[4]
+            if not STEP.eps:  # chosen before the division, as in `quotient`
+                sum, d = tl.where(d > 0.0, sum, kept), tl.where(d > 0.0, d, 1.0)
+            u = tl.div_rn(sum, d)
+        else:
+            u = quotient(g, d, STEP.eps)
         if not has_first:
             m, moved = g, u
+        elif carries:
+            m, moved = u, u
         elif STEP.family == "adafactor":
             m = m + (u * c[9] - m) * c[4]
             moved = m

@@ -47,6 +47,7 @@ from masterless.backends.triton.record import (
     LOST,
     MATRIX_ROWS,
     MEANS,
+    MOVES,
     MUST_BE_FINITE,
     NUMBERS_LENGTH,
     PEAKS,
@@ -311,7 +312,7 @@ def store_scale_kernel(records, table, owners, counts, stop, STEP: tl.constexpr)
     task, _ = owner_of(owners)
     record = records + task * RECORD_LENGTH
     kept = _stopped(counts, task, stop) | (tl.load(counts + COUNTERS * task + LOST) != 0)
-    if not (kept | (tl.load(table + task * NUMBERS_LENGTH + 11) == 0.0)):
+    if not (kept | (tl.load(table + task * NUMBERS_LENGTH + MOVES) == 0.0)):
         s = storage(record, WEIGHT)
         scale = one_scale(record, s, STEP)
         tl.store(codecs.scale_pointer(s, STEP.weight), stored_scale(scale, 1.0, STEP.weight))
