@@ -55,9 +55,15 @@ def test_only_runs_that_inject_or_use_log_codes_depend_on_the_meaning_of_the_lib
     ]
     before = [Job(r, TINY, 1e-2).key for r in (*dependent, *independent)]
     monkeypatch.setattr(recipe, "SPEC", "another")
+    monkeypatch.setattr(recipe, "CARRIED", "still another")
     after = [Job(r, TINY, 1e-2).key for r in (*dependent, *independent)]
     same = [a == b for a, b in zip(before, after, strict=True)]
     assert same == [False] * len(dependent) + [True] * len(independent)
+
+
+def test_only_a_momentum_that_is_carried_over_has_the_newest_meaning():
+    assert TWO_BYTES.spec == recipe.CARRIED
+    assert recipe.recipe("", "int8", "int4", "factored").spec == recipe.recipe("", v="log2").spec == recipe.SPEC
 
 
 def test_a_row_read_back_belongs_to_its_cell():
