@@ -109,3 +109,37 @@ def test_a_momentum_in_weight_units_cannot_leave_them_while_the_learning_rate_is
     with pytest.warns(UserWarning, match="while the learning rate is 0"):
         exported = optimizer.torch_state_dict()
     assert not exported["state"][0]["momentum_buffer"].any()
+
+
+def test_in_weight_units_adam_is_adam_with_a_learning_rate_that_its_bias_correction_undoes():
+    """The momentum is carried over to the present v, so the order of averaging and dividing is Adam's own."""
+    generator, lr, b1, b2 = torch.Generator().manual_seed(0), 1e-2, 0.9, 0.95
+    start = torch.randn(6, 130, generator=generator)
+    mine, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone().double())
+    options = {"exp_avg": "fp32", "exp_avg_sq": "fp32", "moment_units": "weight", "quantize_states": "all"}
+    opt = ml.Adam([mine], lr=lr, betas=(b1, b2), **options)
+    twin = torch.optim.Adam([theirs], lr=lr, betas=(b1, b2))
+    for t in range(1, 61):
+        # Gradients whose size changes from step to step, single ones most of all: where the two orders differ.
+        g = torch.randn(6, 130, generator=generator) ** 3 * (1 + 9 * (t % 7 == 0))
+        mine.grad, theirs.grad = g, g.double()
+        twin.param_groups[0]["lr"] = lr * (1 - b1**t)
+        opt.step()
+        twin.step()
+    # Some twenty roundings of a step, sixty steps of at most a few lr, and the weight's own.
+    torch.testing.assert_close(mine.double(), theirs, rtol=60 * 2.0**-24, atol=60 * 20 * 2.0**-24 * lr)
+
+
+def test_a_momentum_is_not_carried_over_from_a_second_moment_that_was_zero():
+    """Reset to zero, v says nothing of the units that u had; u, and the residue in it, goes on as it is."""
+    params = quantized()
+    opt = ml.Adam(params, lr=1e-2, exp_avg="fp32", exp_avg_sq="fp32", betas=(0.9, 0.99))
+    steps(opt, params, 4)
+    p = params[0][1]
+    opt.reset_state(states="exp_avg_sq", mode="hard")
+    u = opt.state[p]["exp_avg"].clone()
+    before = p.detach().stored.decode()
+    p.grad = torch.zeros_like(p.grad)
+    opt.step()
+    error = (before - 0.9 * u) - p.detach().stored.decode()
+    torch.testing.assert_close(opt.state[p]["exp_avg"], 0.9 * u + (1 - 1 / 0.9) * error, rtol=1e-5, atol=1e-7)

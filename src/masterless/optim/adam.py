@@ -34,8 +34,8 @@ class Adam(LowBitOptimizer):
         exp_avg: format of the first moment: "int8", "int4", "dynamic4", "fp8", "bf16", "fp32", "none", ...
         exp_avg_sq: format of the second moment: "log8", "log4", "log2", "factored", "fp8", "bf16", "fp32", ...
         moment_units: "gradient"; or "update": the first moment averages ``g / (sqrt(vhat) + eps)`` instead of g
-            (LaProp), so that a block's coordinates are of one size, which a coarse code likes; or "weight": it averages
-            ``lr * g / (sqrt(vhat) + eps)``, without bias correction. "auto" is "weight" for parameters with error
+            (LaProp), so that a block's coordinates are of one size, which a coarse code likes; or "weight": it is the
+            step itself, ``lr * m / (sqrt(vhat) + eps)`` without bias correction of m. "auto" is "weight" for parameters with error
             compensation, which need it, else "update" for a quantized first moment if either has 4 bits or fewer.
         **options: see `masterless.optim.options.Options`.
 
