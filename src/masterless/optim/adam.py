@@ -35,8 +35,9 @@ class Adam(LowBitOptimizer):
         exp_avg_sq: format of the second moment: "log8", "log4", "log2", "factored", "fp8", "bf16", "fp32", ...
         moment_units: "gradient"; or "update": the first moment averages ``g / (sqrt(vhat) + eps)`` instead of g
             (LaProp), so that a block's coordinates are of one size, which a coarse code likes; or "weight": it is the
-            step itself, ``lr * m / (sqrt(vhat) + eps)`` without bias correction of m. "auto" is "weight" for parameters with error
-            compensation, which need it, else "update" for a quantized first moment if either has 4 bits or fewer.
+            step itself, ``lr * m / (sqrt(vhat) + eps)`` without bias correction of m. "auto" is "weight" for parameters
+            with error compensation, which need it, else "update" for a quantized first moment if either has 4 bits or
+            fewer.
         **options: see `masterless.optim.options.Options`.
 
     >>> model = torch.nn.Linear(64, 64)
