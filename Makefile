@@ -9,7 +9,7 @@ INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disa
 DRAWN := $(shell grep -l hypothesis tests/test_*.py)
 SOURCES := $(wildcard csrc/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: setup demo test lint bench study seven-billion docs dist explore gpu-check clean help
+.PHONY: setup demo test lint bench study seven-billion docs dist explore gpu-check neon-check clean help
 
 help:                      ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -47,6 +47,11 @@ explore: $(EXTRAS)         ## the tests that draw their cases, with new draws, t
 gpu-check: $(EXTRAS)       ## the GPU kernels over many more random cases, interpreted and compiled (an hour and a half)
 	$(BIN)/python tests/triton_worker.py sweep 60
 	PYTHONPATH=. $(BIN)/python tests/compile_worker.py 60
+
+neon-check: setup          ## the kernel for Arm over many random cases, emulated (needs g++-aarch64-linux-gnu and qemu-user)
+	@{ command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64; } > /dev/null || \
+		{ echo "neon-check needs a cross compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
+	MASTERLESS_NEON_ROUNDS=40 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs tests/test_neon.py
 
 $(PEERS): benchmarks/peers.txt | $(STAMP)
 	-$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r $<   # a missing peer is reported, not fatal

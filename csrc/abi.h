@@ -170,7 +170,7 @@ void ml_square_sums(MlTask* task, double peak, int64_t count, double* row_sums, 
 void ml_decode(const MlStorage* storage, int64_t rows, int64_t cols, int32_t visible, void* out, int32_t out_is_bf16,
                int32_t threads);
 
-const char* ml_instruction_set(void);  // the one that runs: "avx512", "avx2" or "portable"
+const char* ml_instruction_set(void);  // the one that runs: "avx512", "avx2", "neon" or "portable"
 int32_t ml_has_openmp(void);
 const char* ml_interface(void);  // the structs and enumerations above, as JSON
 int64_t ml_thread_bytes(void);   // working memory of one thread

@@ -1,6 +1,6 @@
 // The C interface, and the choice of the instruction set at run time.
 //
-// MASTERLESS_ISA=portable|avx2|avx512 in the environment asks for a particular build (for tests); one that the
+// MASTERLESS_ISA=portable|avx2|avx512|neon in the environment asks for a particular build (for tests); one that the
 // machine cannot run is not taken.
 #include <cstddef>
 #include <cstdlib>
@@ -16,6 +16,9 @@ extern const Kernel kernel_portable;
 #ifdef MASTERLESS_X86
 extern const Kernel kernel_avx2;
 extern const Kernel kernel_avx512;
+#endif
+#ifdef MASTERLESS_ARM
+extern const Kernel kernel_neon;
 #endif
 
 namespace {
@@ -35,6 +38,9 @@ Choice choose() {
     if (avx512 && may_be("avx512")) return {"avx512", &kernel_avx512};
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (avx2 && may_be("avx2")) return {"avx2", &kernel_avx2};
+#endif
+#ifdef MASTERLESS_ARM
+    if (may_be("neon")) return {"neon", &kernel_neon};
 #endif
     (void)may_be;
     return {"portable", &kernel_portable};

@@ -1,7 +1,8 @@
 // Random bits as a pure function of a counter: `rounding.dither` of the specification.
 //
-// Contract: element e of chunk c gets the upper 16 bits of mix(a + e * W) + b, where (a, b) are the two halves of
-// SplitMix64(key, c). No state, so threads, shards and order do not show.
+// Contract: element e of chunk c gets the upper 16 bits of mix(a + e * W) + b, where a is the lower half of
+// SplitMix64(the weight's key, c), the same for all that is rounded of an element, and b the upper quarter of
+// SplitMix64(the own key, c), in its place. No state, so threads, shards and order do not show.
 #pragma once
 
 #include "simd.h"
@@ -12,33 +13,41 @@ inline namespace MASTERLESS_ISA {
 constexpr int kChunk = 128;  // elements packed together, and numbered together by the random bits
 constexpr uint32_t kWeyl = 0x18701E9Bu, kMultiplier = 0xCDF7CC2Bu;
 
-// 32 random bits an element, of which the upper 16 are used, kLanes elements of a chunk after the other.
+// SplitMix64 of key and chunk number.
+inline uint64_t chunk_word(uint64_t key, uint64_t chunk) {
+    uint64_t z = key + (chunk + 1) * 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
+// The mixed words of a chunk, kLanes elements after the other: the upper 16 bits, and half a unit below them.
 class ChunkRandom {
   public:
-    ChunkRandom(uint64_t key, uint64_t chunk) {
-        uint64_t z = key + (chunk + 1) * 0x9E3779B97F4A7C15u;
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-        z ^= z >> 31;
-        counter_ = (uint32_t)z + (vu)lane_numbers() * kWeyl;
-        offset_ = splat((uint32_t)(z >> 32));
-    }
+    ChunkRandom(uint64_t weight_key, uint64_t chunk)
+        : counter_((uint32_t)chunk_word(weight_key, chunk) + (vu)lane_numbers() * kWeyl) {}
 
     vu next() {
         const vu x = counter_;
         counter_ += kLanes * kWeyl;
-        return (x ^ (x >> 12)) * kMultiplier + offset_;
+        return (((x ^ (x >> 12)) * kMultiplier) & 0xFFFF0000u) | 0x8000u;
     }
 
   private:
-    vu counter_, offset_;
+    vu counter_;
 };
+
+// What one purpose adds to the mixed words of a chunk. It leaves the half unit alone. Where only signed integers become
+// floats, 2^31 is added here, for nothing, and comes off below.
+inline vu chunk_offset(uint64_t key, uint64_t chunk) {
+    return splat(((uint32_t)(chunk_word(key, chunk) >> 48) << 16) + (kConvertsUnsigned ? 0 : 0x80000000u));
+}
 
 // What stochastic rounding compares a fraction with, (u + 1/2) / 2^16, in units of a power of two: multiplying by that is
 // exact, and mostly costs nothing where the threshold is used.
-constexpr float kThresholdUnit = kConvertsUnsigned ? 0x1p-32f : 0x1p-16f;
-inline vf threshold(vu words) {
-    return kConvertsUnsigned ? to_float((words & 0xFFFF0000u) | 0x8000u) : to_float((vi)(words >> 16)) + 0.5f;
+constexpr float kThresholdUnit = 0x1p-32f;
+inline vf threshold(vu word) {  // exact: of a word 17 bits count
+    return kConvertsUnsigned ? to_float(word) : to_float((vi)word) + 0x1p31f;
 }
 
 // The integer u below 2^16 that a threshold was made of.

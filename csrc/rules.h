@@ -210,6 +210,7 @@ bool apply_rule(const MlTask& task, Rows rows, const TileBuffers& buffers) {
     const TileBuffers b = buffers;  // a copy, which no store below can change
     const Scalars c(task);
     const bool ascends = task.maximize, has_l2 = task.has_l2, whole_step = task.step_size == 1.0f;
+    const bool draws = b.weight.thresholds || b.first.thresholds || b.second.thresholds;
     constexpr bool kDenominator = Rule::template has_denominator<kFirst>();
     Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight, next_first = b.next_first,
              next_second = b.next_second;
@@ -218,8 +219,9 @@ bool apply_rule(const MlTask& task, Rows rows, const TileBuffers& buffers) {
     int row = 0;
     uint64_t chunk = rows.first_chunk;
     for (int start = 0; start < rows.n; ++chunk) {
-        ChunkRandom weight_random(b.weight.key, chunk), first_random(b.first.key, chunk),
-            second_random(b.second.key, chunk);
+        ChunkRandom random(b.weight.key, chunk);
+        const vu weight_offset = chunk_offset(b.weight.key, chunk), first_offset = chunk_offset(b.first.key, chunk),
+                 second_offset = chunk_offset(b.second.key, chunk);
         next_first.ask_for_all();
         next_second.ask_for_all();
         const int end = row + rows.length, stop = end - start < kChunk ? end : start + kChunk;
@@ -238,9 +240,10 @@ bool apply_rule(const MlTask& task, Rows rows, const TileBuffers& buffers) {
             finite = multiply_add(target, zero, finite);
             if (kFirst) store(b.m + e, u.first);
             if (Rule::kSecond) store(b.v + e, min(u.second, largest));
-            if (b.weight.thresholds) store(b.weight.thresholds + e, threshold(weight_random.next()));
-            if (b.first.thresholds) store(b.first.thresholds + e, threshold(first_random.next()));
-            if (b.second.thresholds) store(b.second.thresholds + e, threshold(second_random.next()));
+            const vu word = draws ? random.next() : vu{};
+            if (b.weight.thresholds) store(b.weight.thresholds + e, threshold(word + weight_offset));
+            if (b.first.thresholds) store(b.first.thresholds + e, threshold(word + first_offset));
+            if (b.second.thresholds) store(b.second.thresholds + e, threshold(word + second_offset));
         }
         if (stop == end) row += rows.pitch;
         start = stop == end ? row : stop;

@@ -10,6 +10,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(MASTERLESS_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace masterless {
@@ -166,14 +168,34 @@ inline int32_t horizontal_max(vi x) {
 }
 inline bool all(vi mask) { return _mm256_movemask_ps((__m256)mask) == 0xFF; }
 #else
-constexpr bool kHasFma = false;
-inline vf fma(vf a, vf, vf) { return a; }  // never called
 inline void store_bytes(uint8_t* p, vi x) { store(p, __builtin_convertvector(x, vb)); }
 inline vh upper_half(vi x) { return __builtin_convertvector((vu)x >> 16, vh); }
 inline vi load_bytes(const uint8_t* p) { return __builtin_convertvector(load<vb>(p), vi); }
 inline vi load_halves(const uint16_t* p) { return __builtin_convertvector(load<vh>(p), vi); }
-inline vf min(vf a, vf b) { return a < b ? a : b; }
+inline vf min(vf a, vf b) { return a < b ? a : b; }  // on Arm, too: its own minimum takes NaN for the smaller
 inline vf max(vf a, vf b) { return a > b ? a : b; }
+inline vf larger_magnitude(vf a, vf b) { return max(magnitude(a), magnitude(b)); }
+constexpr int kTableBits = 2;
+inline vf gather(const float* table, vi index) {
+    vf v;
+    for (int i = 0; i < kLanes; ++i) v[i] = table[index[i]];
+    return v;
+}
+#if defined(MASTERLESS_NEON)
+inline vf sqrt(vf x) { return (vf)vsqrtq_f32((float32x4_t)x); }
+inline vf shifted_floor(vf x, vf shift) { return (vf)vrndmq_f32((float32x4_t)x) + shift; }
+inline vf shifted_ceil(vf x, vf shift) { return (vf)vrndpq_f32((float32x4_t)x) + shift; }
+constexpr bool kConvertsUnsigned = true;
+inline vf lookup(vf table, vi index) {  // by bytes: four of each element
+    const vu bytes = ((vu)index & 3u) * 0x04040404u + 0x03020100u;
+    return (vf)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)bytes);
+}
+constexpr bool kHasFma = true;
+inline vf fma(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+inline float horizontal_max(vf x) { return vmaxnmvq_f32((float32x4_t)x); }
+inline int32_t horizontal_max(vi x) { return vmaxvq_s32((int32x4_t)x); }
+inline bool all(vi mask) { return vminvq_u32((uint32x4_t)mask) == 0xFFFFFFFFu; }
+#else
 inline vf sqrt(vf x) {
     for (int i = 0; i < kLanes; ++i) x[i] = __builtin_sqrtf(x[i]);
     return x;
@@ -186,19 +208,14 @@ inline vf shifted_ceil(vf x, vf shift) {
     for (int i = 0; i < kLanes; ++i) x[i] = __builtin_ceilf(x[i]);
     return x + shift;
 }
-inline vf larger_magnitude(vf a, vf b) { return max(magnitude(a), magnitude(b)); }
 constexpr bool kConvertsUnsigned = false;
-constexpr int kTableBits = 2;
 inline vf lookup(vf table, vi index) {
     vf v;
     for (int i = 0; i < kLanes; ++i) v[i] = table[index[i] & (kLanes - 1)];
     return v;
 }
-inline vf gather(const float* table, vi index) {
-    vf v;
-    for (int i = 0; i < kLanes; ++i) v[i] = table[index[i]];
-    return v;
-}
+constexpr bool kHasFma = false;
+inline vf fma(vf a, vf, vf) { return a; }  // never called
 template <class V>
 inline auto horizontal_max(V x) -> decltype(x[0] + 0) {
     auto m = x[0];
@@ -210,6 +227,7 @@ inline bool all(vi mask) {
     for (int i = 0; i < kLanes; ++i) together &= mask[i];
     return together == -1;
 }
+#endif
 #endif
 
 // a * b + c, rounded once or twice: only where that makes no difference.

@@ -5,9 +5,12 @@ Contract:
       row, column) and of nothing else: no generator, no state. Replicas agree, a resumed run continues bit
       for bit, and a shard of rows sees what the whole tensor would have seen.
     * Construction: the first four become a 64-bit key; key and chunk number (128 elements of a row) go
-      through SplitMix64 and give two 32-bit words (a, b); element e of the chunk gets the upper half of
-      ``mix(a + e * W) + b`` with ``mix(x) = (x ^ x >> 12) * M`` modulo 2^32. The addition of b makes every
-      element exactly uniform; a few vector instructions compute it.
+      through SplitMix64. The lower 32 bits of the weight's are a, the uppermost 16 of the purpose's own b, and
+      element e of the chunk gets the upper half of ``mix(a + e * W)`` plus b, with ``mix(x) = (x ^ x >> 12) * M``
+      modulo 2^32. So weight and moments of an element share the mixed word, which is what costs.
+    * The addition of b makes every element exactly uniform, and the purposes of an element exactly independent: given
+      the mixed word, each has its own b. (What they share are differences: those of a chunk's elements are the same
+      for all purposes of a step.)
     * Stochastic rounding goes to the upper neighbour where ``fraction > (u + 1/2) / 2^16``: a number that
       lies on the grid stays where it is, always, and the mean is right to 2^-17 of the gap.
 """
@@ -89,24 +92,41 @@ def _shift(z: Tensor, n: int) -> Tensor:
     return (z >> n) & ((1 << (64 - n)) - 1)
 
 
-def _chunk_words(key: int, chunks: Tensor) -> tuple[Tensor, Tensor]:
-    """SplitMix64 of key and chunk number, as two 32-bit words in int64."""
+def _chunk_words(key: int, chunks: Tensor) -> Tensor:
+    """SplitMix64 of key and chunk numbers: 64-bit words held in int64."""
     z = _signed64(key) + (chunks + 1) * _signed64(_GOLDEN64)  # int64 wraps, which is what SplitMix64 wants
     z = (z ^ _shift(z, 30)) * _signed64(_MIX1)
     z = (z ^ _shift(z, 27)) * _signed64(_MIX2)
-    z = z ^ _shift(z, 31)
-    return z & _MASK32, _shift(z, 32)
+    return z ^ _shift(z, 31)
 
 
-def dither(key: int, rows: int, cols: int, first_row: int = 0, device: torch.device | str | None = None) -> Tensor:
-    """Random integers below 2^16 for `rows` rows of a tensor from `first_row` on: int32 ``[rows, cols]``."""
+def dither(
+    key: int,
+    rows: int,
+    cols: int,
+    first_row: int = 0,
+    device: torch.device | str | None = None,
+    *,
+    weight_key: int | None = None,
+) -> Tensor:
+    """Random integers below 2^16 for `rows` rows of a tensor from `first_row` on: int32 ``[rows, cols]``.
+
+    Args:
+        key: of the parameter, the step and the purpose (`stream_key`).
+        rows: how many.
+        cols: elements of each.
+        first_row: its number in the whole tensor.
+        device: of the result.
+        weight_key: of the same parameter and step for the purpose "weight"; None if `key` is that, or stands alone.
+    """
     chunks_per_row = -(-cols // CHUNK)
     first = first_row * chunks_per_row
     chunks = torch.arange(first, first + rows * chunks_per_row, device=device).view(rows, chunks_per_row, 1)
-    a, b = _chunk_words(key, chunks)
+    own = _chunk_words(key, chunks)
+    a = (own if weight_key is None else _chunk_words(weight_key, chunks)) & _MASK32
     x = (a + torch.arange(CHUNK, device=device) * _WEYL32) & _MASK32
-    x = ((x ^ (x >> _SHIFT32)) * _MULTIPLY32 + b) & _MASK32
-    return (x >> 16).to(torch.int32).flatten(1)[:, :cols]
+    x = ((x ^ (x >> _SHIFT32)) * _MULTIPLY32) & _MASK32
+    return (((x >> 16) + _shift(own, 48)) & 0xFFFF).to(torch.int32).flatten(1)[:, :cols]
 
 
 def threshold(u: Tensor) -> Tensor:

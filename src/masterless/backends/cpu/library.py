@@ -6,7 +6,7 @@ Contract:
     * Without it everything works on the reference implementation, many times slower; `load` says so once,
       through `warnings`.
     * For developers: ``MASTERLESS_KERNEL=/path/to/_masterless_cpu.so`` loads that file, and
-      ``MASTERLESS_ISA=portable|avx2|avx512`` picks an instruction set.
+      ``MASTERLESS_ISA=portable|avx2|avx512|neon`` picks an instruction set.
 """
 
 from __future__ import annotations

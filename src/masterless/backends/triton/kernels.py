@@ -146,8 +146,10 @@ def random_words(record, KEY: tl.constexpr, geometry, cols, CODEC: tl.constexpr)
     """The random bits of every element, or nothing that anybody reads."""
     if CODEC.random:
         row = geometry[0] + tl.load(record + FIRST_ROW)
-        a, b = chunk_words(tl.load(record + KEY), row * ((cols + 127) // 128) + geometry[1] // 128)
-        return dither(a[:, None, None, None], b[:, None, None, None], elements())
+        chunk = row * ((cols + 127) // 128) + geometry[1] // 128
+        of_weight = chunk_words(tl.load(record + WEIGHT_KEY), chunk)
+        own = chunk_words(tl.load(record + KEY), chunk)
+        return dither(of_weight[:, None, None, None], own[:, None, None, None], elements())
     else:
         return elements()
 

@@ -209,19 +209,18 @@ def next_scale(absmax, held, unit, CODEC: tl.constexpr, HELD: tl.constexpr):
 
 @triton.jit
 def chunk_words(key, chunk):
-    """As `rounding._chunk_words`: two 32-bit words of every chunk number."""
+    """As `rounding._chunk_words`: 64 bits of every chunk number."""
     z = key.to(tl.uint64) + (chunk + 1).to(tl.uint64) * _GOLDEN64
     z = (z ^ (z >> 30)) * _MIX1
     z = (z ^ (z >> 27)) * _MIX2
-    z = z ^ (z >> 31)
-    return (z & 0xFFFFFFFF).to(tl.uint32), (z >> 32).to(tl.uint32)
+    return z ^ (z >> 31)
 
 
 @triton.jit
-def dither(a, b, element):
+def dither(of_weight, own, element):
     """As `rounding.dither`: 16 random bits of every element of a chunk, in the upper half of a word."""
-    x = a + element.to(tl.uint32) * _WEYL32
-    return (x ^ (x >> _SHIFT32)) * _MULTIPLY32 + b
+    x = (of_weight & 0xFFFFFFFF).to(tl.uint32) + element.to(tl.uint32) * _WEYL32
+    return (x ^ (x >> _SHIFT32)) * _MULTIPLY32 + ((own >> 48).to(tl.uint32) << 16)
 
 
 @triton.jit
