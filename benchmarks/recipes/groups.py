@@ -244,10 +244,10 @@ def cells() -> list[Cell]:
     middle: Options = {"sweep": (0,), "seeds": range(4)}
     found = _grid("candidates", [full()], (MIDDLE,), sweep=(0, 1), seeds=range(4))
     found += _grid("candidates", deciding[1:3], (MIDDLE,), **middle, lrs=(2e-3, 4e-3, 8e-3))
-    found += _grid("candidates", [deciding[0], *deciding[2:]], (SMALL,), **SMALL_SEEDS)
-    found += _grid("candidates", deciding[3:], (MIDDLE,), **middle, lrs=(2e-3, 4e-3, 8e-3))
-    found += _grid("candidates", [full(), TWO], (LARGE,), sweep=(0,), seeds=(0,), lrs=(4e-3,))
-    found += _grid("candidates", [full(0.8), ONE_INT4, THIRTEEN_INT4, *late_int4()[:2]], (SMALL,), **SMALL_SEEDS)
+    found += _grid("candidates", [full(), full(0.8), full(SHORT), *deciding[2:]], (SMALL,), **SMALL_SEEDS)
+    found += _grid("candidates", [full(SHORT), *deciding[3:]], (MIDDLE,), **middle, lrs=(2e-3, 4e-3, 8e-3))
+    found += _grid("candidates", [ONE_INT4, THIRTEEN_INT4, *late_int4()[:2]], (SMALL,), **SMALL_SEEDS)
+    found += _grid("candidates", [full(0.8), TWO], (LARGE,), sweep=(0,), seeds=(0,), lrs=(4e-3,))
     found += _grid("candidates", [*candidates()[:4], *candidates()[5:8], *candidates()[10:12]], (SMALL,), **SMALL_SEEDS)
     found += [Cell("noise", r, SMALL, extra=extra) for r, extra in pairs]
     found += _grid("weights", injected()[:1], (MIDDLE,), sweep=(0, 1), seeds=range(4))
