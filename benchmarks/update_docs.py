@@ -124,6 +124,9 @@ for _size in ("gpt2", "odd", "moe", "short", "tiny"):
         lambda document, size=_size: report.markdown(report.step_table(document, size)), "step", _size
     )
 TABLES["bench-forward"] = _bench(lambda document: report.markdown(report.forward_table(document)), "forward")
+TABLES["bench-end-to-end"] = _bench(
+    lambda document: report.markdown(report.end_to_end_table(document)), "end_to_end", folder="bench_end_to_end"
+)
 TABLES["bench-growth"] = _bench(lambda document: report.markdown(report.growth_table(document)), "growth")
 
 

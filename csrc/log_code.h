@@ -21,13 +21,17 @@ constexpr uint32_t kNone = 0xFFFFFFFFu;  // minima are kept as bits - 1, so that
 // Stochastic rounding: a number r float bits below the upper neighbour, of a step between neighbours, goes down with
 // probability r (linear - square r) kThresholdUnit, which is s (1 + c - c s) in s = r / step; c is about tanh(ln(ratio)/8).
 struct LogCurve {
-    float linear, square;
+    float linear = 0.0f, square = 0.0f;
+};
 
-    explicit LogCurve(int32_t units) {
-        const float x = (float)units * 0x1.62e43p-14f, x2 = x * x;  // ln(2) / 8 over the units of an octave
-        float c = x * (x2 + 27.0f) / (x2 * 9.0f + 27.0f);
-        c = c < 1.0f ? c : 1.0f;
-        const float inverse = 1.0f / ((float)units * (float)(1 << kStepUnit));
+// Those of a vector of blocks: two divisions for all of them.
+struct LogCurves {
+    vf linear, square;
+
+    explicit LogCurves(vi units) {
+        const vf x = to_float(units) * 0x1.62e43p-14f, x2 = x * x;  // ln(2) / 8 over the units of an octave
+        const vf c = min(x * (x2 + 27.0f) / (x2 * 9.0f + 27.0f), splat(1.0f));
+        const vf inverse = 1.0f / (to_float(units) * (float)(1 << kStepUnit));
         linear = (c + 1.0f) * inverse * (1.0f / kThresholdUnit);
         square = c * inverse * inverse * (1.0f / kThresholdUnit);
     }
@@ -37,11 +41,12 @@ struct LogBlock {
     int32_t top = 0;   // float bits
     int32_t step = 1;  // units of 2^13 float bits
     bool zero_flag = false;
+    LogCurve curve;  // of a block that numbers are rounded in
 };
 
 inline LogBlock read_log_block(const MlStorage& s, int64_t index) {
     const uint16_t raw = (uint16_t)s.step[index];
-    return {(int32_t)s.top[index] << 16, raw & 0x7FFF, (raw & 0x8000) != 0};
+    return {(int32_t)s.top[index] << 16, raw & 0x7FFF, (raw & 0x8000) != 0, {}};
 }
 
 inline void write_log_block(const MlStorage& s, int64_t index, const LogBlock& block) {
@@ -170,6 +175,7 @@ class LogMinima {
 // some, here and in the result.
 struct LogBlocks {
     vi top, step, zeros;
+    vf linear, square;
 
     LogBlocks(const MlStorage& s, vi largest, vi low, vi has_zeros) {
         top = min((largest + 0xFFFF) & ~0xFFFF, splat((int32_t)kBf16Max));
@@ -179,9 +185,11 @@ struct LogBlocks {
         const vi intervals = (1 << s.bits) - 1 + zeros;
         const vi quotient = to_int((to_float(range + intervals - 1) + 0.5f) / to_float(intervals));
         step = min(max(quotient, splat(1)), splat(0x7FFF));
+        const LogCurves curves(step);
+        linear = curves.linear, square = curves.square;
     }
 
-    LogBlock operator[](int k) const { return {top[k], step[k], zeros[k] != 0}; }
+    LogBlock operator[](int k) const { return {top[k], step[k], zeros[k] != 0, {linear[k], square[k]}}; }
 };
 
 // Codes of positive numbers in a block; `with_zeros` then turns them into those of a block that has zeros.
@@ -210,7 +218,7 @@ class LogGrid : public LogCodes {
           step_(splat(block.step << kStepUnit)),
           units_(splat((uint32_t)block.step)),
           reciprocal_(splat(1.0f / (float)block.step)),
-          curve_(block.step),
+          curve_(block.curve),
           is_extreme_((block.top >> kStepUnit) <= (block.step << bits) || block.top == (int32_t)kBf16Max) {}
 
     template <int kRounding>
@@ -266,7 +274,7 @@ class TwoBitLogGrid : public LogCodes {
   public:
     TwoBitLogGrid(const LogBlock& block, int bits)
         : LogCodes(block, bits), step_(splat(block.step << kStepUnit)), second_(block.top - step_),
-          third_(second_ - step_), uppers_(from_bits(block.top - (lane_numbers() & 3) * step_)), curve_(block.step),
+          third_(second_ - step_), uppers_(from_bits(block.top - (lane_numbers() & 3) * step_)), curve_(block.curve),
           is_extreme_(third_[0] <= block.step << kStepUnit) {}
 
     template <int kRounding>

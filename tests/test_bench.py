@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
+import masterless as ml
 from masterless.backends.cpu import library as kernels
-from masterless.lab.bench import footprint, forward, growth, parity, report, step_time, tensor_sizes
+from masterless.lab.bench import end_to_end, footprint, forward, growth, parity, report, step_time, tensor_sizes
 from masterless.lab.bench.entries import ADAMW, BASELINES, OURS, Entry, Gradients, build
+from masterless.lab.models.gpt import GPTConfig
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -248,3 +251,16 @@ def test_forward_compares_decoding_and_products():
     assert {row.what for row in rows} == {"decode", "forward", "forward+backward"}
     assert [row.ratio for row in rows if row.name == row.baseline] == [1.0] * 4
     assert {row.name for row in rows if row.what == "decode"} > set(forward.FORMATS)
+
+
+@needs_kernel
+@pytest.mark.parametrize("processor_time", [False, True])
+def test_end_to_end_measures_every_preset(processor_time):
+    config = GPTConfig(vocab_size=64, n_layer=1, n_head=2, d_model=64, seq_len=16)
+    rows = end_to_end.end_to_end(1, 1, config, (8, 48), processor_time)
+    assert [row.name for row in rows] == [ADAMW, *(name for name in ml.PRESETS if name != "fp32")] * 2
+    assert [row.ratio for row in rows if row.name == ADAMW] == [1.0] * 2
+    assert all(0 < row.step_milliseconds < row.milliseconds for row in rows)
+    header, body = report.end_to_end_table({"end_to_end": [asdict(row) for row in rows]})
+    assert len(body) == len(rows) / 2 and {len(line) for line in body} == {len(header)} == {7}
+    assert ("processor" in header[1]) == processor_time

@@ -8,6 +8,7 @@ A file imports only what stands above it:
     parity.py        kernel against reference: without it no speed-up is printed
     step_time.py     the step: interleaved, minimum of repeats
     forward.py       decoding a layer's weight, and the products that need it
+    end_to_end.py    a whole training step of a small GPT, every preset
     growth.py        time and extra memory of a step from 1M to 500M parameters
     report.py        tables and plots of all that
 

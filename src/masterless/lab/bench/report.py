@@ -3,7 +3,8 @@
 The document::
 
     {"machine": {...}, "options": {...}, "parity": 7,
-     "step": [step_time.Row, ...], "forward": [forward.Row, ...], "growth": [growth.Point, ...]}
+     "step": [step_time.Row, ...], "forward": [forward.Row, ...], "end_to_end": [end_to_end.Row, ...],
+     "growth": [growth.Point, ...]}
 """
 
 from __future__ import annotations
@@ -117,6 +118,24 @@ def forward_table(document: Document) -> Table:
     return header, body
 
 
+def end_to_end_table(document: Document) -> Table:
+    """A whole training step: a row per model, numbers of tokens side by side."""
+    rows = document["end_to_end"]
+    counts = list(dict.fromkeys((row["tokens"], row["threads"]) for row in rows))
+    clock = "processor's ms" if rows[0]["processor_time"] else "ms"
+    header = ["training"]
+    for tokens, threads in counts:
+        header += [f"{tokens} tokens, {threads} thr.: {clock}", "ratio", f"optimizer, {clock}"]
+    body = []
+    for name in dict.fromkeys(row["name"] for row in rows):
+        cells = [name]
+        for at in counts:
+            row = next(r for r in rows if r["name"] == name and (r["tokens"], r["threads"]) == at)
+            cells += [_number(row[key]) for key in ("milliseconds", "ratio", "step_milliseconds")]
+        body.append(cells)
+    return header, body
+
+
 def growth_table(document: Document) -> Table:
     """Time and extra memory by size."""
     header = ["step", "parameters", "threads", "ms", "ns/param", "extra memory, KiB"]
@@ -135,6 +154,9 @@ def tables(document: Document) -> dict[str, Table]:
         found |= step_tables(document)
     if document.get("forward"):
         found["forward: decoding and products of one layer"] = forward_table(document)
+    if document.get("end_to_end"):
+        parameters = document["end_to_end"][0]["parameters"]
+        found[f"end-to-end: a training step of a GPT of {parameters:,} parameters"] = end_to_end_table(document)
     if document.get("growth"):
         found["growth: one step of one matrix"] = growth_table(document)
     return {f"{title}, on {processor_line(document)}": table for title, table in found.items()}

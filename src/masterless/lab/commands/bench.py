@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from masterless.lab.bench import parity, report, tensor_sizes
+from masterless.lab.bench.end_to_end import end_to_end
 from masterless.lab.bench.entries import BASELINES, OURS, Entry
 from masterless.lab.bench.forward import forward
 from masterless.lab.bench.growth import SIZES, grow
@@ -22,7 +23,7 @@ from masterless.lab.bench.step_time import StepTimes
 from masterless.lab.commands.common import fail
 from masterless.lab.train.config import MOST_THREADS
 
-SECTIONS = ("step", "forward", "growth")
+SECTIONS = ("step", "forward", "end-to-end", "growth")
 Tell = Callable[[str], None]
 
 
@@ -42,12 +43,13 @@ GUESTS: list[Guests] = []  # benchmarks/bench.py adds some
 
 
 def bench(
-    sections: list[str] = typer.Argument(None, help="step, forward, growth; all of them by default."),  # noqa: B008
+    sections: list[str] = typer.Argument(None, help="step, forward, end-to-end, growth; all of them by default."),  # noqa: B008
     sizes: str = typer.Option("gpt2,odd,moe,short,tiny", help="Tensors to step, separated by commas."),
     threads: str = typer.Option("1,2", help="Numbers of threads, separated by commas."),
     repeats: int = typer.Option(9, min=1, help="Repeats of each entry; the fastest counts."),
     only: str = typer.Option("", help="Only steps whose name contains this, with their baselines."),
     largest: int = typer.Option(500_000_000, min=1, help="Parameters up to which growth is measured."),
+    processor_time: bool = typer.Option(False, help="End to end: the processor's time (busy machines, one thread)."),
     out: Path | None = typer.Option(None, help="Write tables (.md, .json) into this directory."),  # noqa: B008
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead of tables."),
 ) -> None:
@@ -81,6 +83,13 @@ def bench(
                 save()  # a run of half an hour should not be lost when it is interrupted
         if "forward" in chosen:
             document["forward"] = [asdict(row) for n in counts for row in forward(n, repeats, report=tell)]
+            save()
+        if "end-to-end" in chosen:
+            document["end_to_end"] = [
+                asdict(row)
+                for n in counts
+                for row in end_to_end(n, repeats, processor_time=processor_time, report=tell)
+            ]
             save()
         if "growth" in chosen:
             measured = [size for size in SIZES if size <= largest] or [largest]
@@ -134,8 +143,8 @@ def _show(document: dict[str, Any]) -> None:
     for title, (header, rows) in report.tables(document).items():
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for column in header:
-            text = column in ("step", "note", "what", "weight", "dtype")
-            table.add_column(column, justify="left" if text else "right", no_wrap=column == "step")
+            text = column in ("step", "training", "note", "what", "weight", "dtype")
+            table.add_column(column, justify="left" if text else "right", no_wrap=column in ("step", "training"))
         for cells in rows:
             table.add_row(*cells)
         console.print(table, markup=False)
