@@ -43,7 +43,7 @@ def test_wrong_options_are_refused_before_anything_changes(options):
 
 def test_a_quantized_model_keeps_its_codes_or_the_preset_is_refused():
     model, expected = mlp("int8"), mlp("int8")
-    ml.prepare(model, "1.5-byte")
+    ml.prepare(model, "1.8-byte")
     assert same_storage(model[0].weight, expected[0].weight)
     for preset, wanted in (("1.3-byte", "int6"), ("1-byte-int4", "int4"), ("fp32", "dense weights")):
         with pytest.raises(
@@ -53,7 +53,7 @@ def test_a_quantized_model_keeps_its_codes_or_the_preset_is_refused():
         assert same_storage(model[0].weight, expected[0].weight)
     partly = mlp(None)
     quantize_(partly, "int8", exclude=["2.*"])
-    ml.prepare(partly, "1.5-byte")
+    ml.prepare(partly, "1.8-byte")
     assert formats(partly) == {"0.weight": "int8:row"}, "what the user has left alone stays so"
 
 
