@@ -42,7 +42,7 @@ class Summary:
         gap: against the best fp32 (None: no pair, or diverged).
         error: standard error of the gap, from the pooled spread.
         own_error: from the recipe's own spread.
-        qat_gap: against INT4 with master weights, for recipes whose forward pass is INT4.
+        qat_gap: against INT4 with master weights at its best beta1, for recipes whose forward pass is INT4.
     """
 
     group: str
@@ -137,7 +137,7 @@ def pooled_deviation(samples: Sequence[Sequence[float]]) -> float | None:
 
 
 def best_reference(summaries: Sequence[Summary]) -> Summary | None:
-    """The fp32 row with the lowest mean loss among those with the most seeds."""
+    """The row with the lowest mean loss among those with the most seeds."""
     finite = [s for s in summaries if s.losses and None not in s.losses.values()]
     if not finite:
         return None
@@ -181,7 +181,7 @@ def _with_gaps(found: Sequence[tuple[Cell, Summary]]) -> list[Summary]:
     reference = best_reference(fp32)
     if reference is None:
         return [s for _, s in found]
-    qat = next((s for cell, s in found if cell.recipe.weights == QAT and cell.recipe.beta1 in (0.9, 0.95)), None)
+    qat = best_reference([s for cell, s in found if cell.recipe.weights == QAT and not cell.recipe.coarse_from])
     gaps = [paired_gaps(s.losses, reference.losses) for _, s in found]
     # A recipe that several groups ask for counts once.
     usual = {tuple(g) for g, (_, s) in zip(gaps, found, strict=True) if s.losses != reference.losses and _usual(g)}

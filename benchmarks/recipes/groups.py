@@ -54,6 +54,7 @@ INT8_DROP = recipe("int8, error dropped", "int8", **DROP)
 ONE = recipe("int6, int2 m .53, factored v, dropped", "int6", "int2", "factored", 0.53, **DROP)
 ONE_INT4 = recipe("int4, int4 m .8, factored v", "int4", "int4", "factored", 0.8)
 INT4_QAT = recipe("int4 with master weights", "int4+32")
+INT4_QAT_SHORT = recipe("int4 with master weights, b1 .7", "int4+32", beta1=SHORT)
 
 
 def forward_formats() -> list[Recipe]:
@@ -240,7 +241,7 @@ def cells() -> list[Cell]:
     dithers = [(0, None, dither) for dither in (101, 102, 103, 104)]
     orders = [(0, order, None) for order in (101, 102, 103, 104)]
     pairs = ((full(), orders), (INT8_DROP, dithers), (TWO, dithers))
-    deciding = [full(), full(0.8), TWO, EIGHTEEN, FIFTEEN, THIRTEEN, ONE, INT4_QAT, TWO_INT4]
+    deciding = [full(), full(0.8), TWO, EIGHTEEN, FIFTEEN, THIRTEEN, ONE, INT4_QAT, INT4_QAT_SHORT, TWO_INT4]
     middle: Options = {"sweep": (0,), "seeds": range(4)}
     found = _grid("candidates", [full()], (MIDDLE,), sweep=(0, 1), seeds=range(4))
     found += _grid("candidates", deciding[1:3], (MIDDLE,), **middle, lrs=(2e-3, 4e-3, 8e-3))
