@@ -114,7 +114,7 @@ PRESETS: dict[str, Preset] = {
             from_pretrained=False,  # what is seen of int4+2 is an eighth of a quantum too large on average
             exp_avg="int4",
             exp_avg_sq="factored",
-            betas=(0.9, 0.95),
+            betas=(0.7, 0.95),
         ),
         _preset(
             "1.6-byte",
