@@ -112,21 +112,22 @@ def test_the_optimizer_tracks_random_gradients_up_and_down():
     """The same, through `AdamW` and with Gaussian gradients: 500 steps up from zero, then 500 down to an eighth.
 
     fp32 on the same gradients is the reference. The mean of v (which large coordinates dominate, as they do in
-    training) must agree within 5%: the noise of 32 blocks of 4 levels. Averaged per coordinate it is up to 15%
-    higher, because a seventh of every block is raised to its lowest level.
+    training) must agree within 5%: over seeds of the random bits it scatters by 4.5% with 32 blocks (16 seeds), so
+    that 512 are needed for a bound of four deviations. Averaged per coordinate it is up to 15% higher, because a
+    seventh of every block is raised to its lowest level.
     """
-    p = torch.nn.Parameter(torch.zeros(32, 128))
+    p = torch.nn.Parameter(torch.zeros(512, 128))
     options = {"exp_avg": "none", "exp_avg_sq": "log2", "rounding": "stochastic-value", "backend": "reference"}
     opt = ml.AdamW([p], lr=0.0, betas=(0.0, BETA2), **options)
     generator = torch.Generator().manual_seed(1)
-    sigma = (torch.randn(32, 128, generator=generator) * 0.6).exp()  # of the gradients, coordinate by coordinate
-    exact = torch.zeros(32, 128, dtype=torch.float64)
+    sigma = (torch.randn(512, 128, generator=generator) * 0.6).exp()  # of the gradients, coordinate by coordinate
+    exact = torch.zeros(512, 128, dtype=torch.float64)
     for scale, expected in ((1.0, 1 - BETA2**500), (8.0**-0.5, (1 - BETA2**500) * (BETA2**500 + 1 / 8))):
         for _ in range(500):
-            p.grad = torch.randn(32, 128, generator=generator) * sigma * scale
+            p.grad = torch.randn(512, 128, generator=generator) * sigma * scale
             exact = exact * BETA2 + p.grad.double() ** 2 * (1 - BETA2)
             opt.step()
         found = opt.state_storage(p, opt.param_groups[0])["exp_avg_sq"].decode().double()
-        assert (exact / sigma.double() ** 2).mean().item() == pytest.approx(expected, rel=0.02)  # 4096 averages
+        assert (exact / sigma.double() ** 2).mean().item() == pytest.approx(expected, rel=0.02)  # 65536 averages
         assert found.mean().item() == pytest.approx(exact.mean().item(), rel=0.05)
         assert (found / sigma.double() ** 2).mean().item() == pytest.approx(expected, rel=0.15)
