@@ -113,7 +113,7 @@ def test_the_optimizer_tracks_random_gradients_up_and_down():
 
     fp32 on the same gradients is the reference. The mean of v (which large coordinates dominate, as they do in
     training) must agree within 5%: over seeds of the random bits it scatters by 4.5% with 32 blocks (16 seeds), so
-    that 512 are needed for a bound of four deviations. Averaged per coordinate it is up to 15% higher, because a
+    512 should scatter by about a fourth of that. Averaged per coordinate it is up to 15% higher, because a
     seventh of every block is raised to its lowest level.
     """
     p = torch.nn.Parameter(torch.zeros(512, 128))
