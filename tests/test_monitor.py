@@ -195,7 +195,7 @@ PREDICTED = [  # format, rounding, and how far the share of stalled codes may be
     # A block's scale still moves after 100 steps. Values then lie between the levels of the new grid: rounded to
     # nearest they go back to their code, dithered they may not. The model's grid stands still: at step 40 it is 0.067
     # too high, with a standard deviation of 0.005 over seeds of the random bits (six of them).
-    ("fp8", "stochastic", 0.085),
+    ("fp8", "stochastic", 0.08),
     ("log2", "stochastic-log", 0.03),
     ("log4", "stochastic", 0.1),
 ]
