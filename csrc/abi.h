@@ -170,6 +170,10 @@ void ml_square_sums(MlTask* task, double peak, int64_t count, double* row_sums, 
 void ml_decode(const MlStorage* storage, int64_t rows, int64_t cols, int32_t visible, void* out, int32_t out_is_bf16,
                int32_t threads);
 
+// Stores a whole dense tensor (fp32 or bf16) under new metadata, rounded to nearest. Not for one scale a tensor; a tensor's
+// scale of scales must be there.
+void ml_encode(const MlStorage* storage, int64_t rows, int64_t cols, const void* in, int32_t in_is_bf16, int32_t threads);
+
 const char* ml_instruction_set(void);  // the one that runs: "avx512", "avx2", "neon" or "portable"
 int32_t ml_has_openmp(void);
 const char* ml_interface(void);  // the structs and enumerations above, as JSON

@@ -111,6 +111,10 @@ void ml_decode(const MlStorage* storage, int64_t rows, int64_t cols, int32_t vis
     chosen().kernel->decode(*storage, rows, cols, visible != 0, out, out_is_bf16 != 0, threads);
 }
 
+void ml_encode(const MlStorage* storage, int64_t rows, int64_t cols, const void* in, int32_t in_is_bf16, int32_t threads) {
+    chosen().kernel->encode(*storage, rows, cols, in, in_is_bf16 != 0, threads);
+}
+
 const char* ml_instruction_set(void) { return chosen().name; }
 
 int32_t ml_has_openmp(void) {

@@ -176,11 +176,52 @@ void decode_all(const MlStorage& stored, int64_t rows, int64_t cols, bool visibl
     }
 }
 
+void encode_all(const MlStorage& s, int64_t rows, int64_t cols, const void* in, bool in_is_bf16, int threads) {
+    // Whole chunks and whole blocks, or the one block of a row.
+    const int64_t length = s.block >= cols ? cols : kSpan, per_row = (cols + length - 1) / length, units = rows * per_row;
+#pragma omp parallel num_threads(threads) if (rows * cols > kAlone)
+    {
+        const FloatEnvironment environment;
+        Workspace work;
+        const auto load_part = [&](const Span& span) {
+            const int64_t at = span.row * cols + span.col;
+            in_is_bf16 ? widen_rows(work.w, (const uint16_t*)in + at, span) : copy_rows_in(work.w, (const float*)in + at, span);
+            clear_rest(span, work.w);
+        };
+        const auto for_each_part = [&](int64_t row, int64_t col, int64_t n, auto&& f) {
+            for (int64_t e = 0; e < n; e += kMaxSpan) {
+                const int part = (int)std::min<int64_t>(kMaxSpan, n - e);
+                const Span span{row, col + e, part, 0, part, part};
+                load_part(span);
+                f(span);
+            }
+        };
+#pragma omp for schedule(static)
+        for (int64_t unit = 0; unit < units; ++unit) {
+            const int64_t row = unit / per_row, col = unit % per_row * length, n = std::min(length, cols - col);
+            if (n > kMaxSpan) {  // one block: its metadata needs a look at all of it first
+                Summary summary(s, n);
+                for_each_part(row, col, n, [&](const Span& span) { summary.add(work.w, span.n); });
+                work.blocks[0] = summary.fresh();
+                write_metadata(s, row, row, work.blocks[0]);
+            }
+            for_each_part(row, col, n, [&](const Span& span) {
+                if (n <= kMaxSpan) {
+                    const int64_t first = metadata_index(s, span);
+                    fresh_blocks(s, span, work.w, work.blocks);
+                    for_each_block(span, s.block, [&](int, int, int k) { write_metadata(s, row, first + k, work.blocks[k]); });
+                }
+                encode(s, cols, span, work.w, nullptr, work.blocks, work.codes());
+            });
+        }
+    }
+}
+
 }  // namespace MASTERLESS_ISA
 
 extern const Kernel MASTERLESS_KERNEL;
 const Kernel MASTERLESS_KERNEL = {
-    step, square_sums, decode_all, sizeof(Workspace),
+    step, square_sums, decode_all, encode_all, sizeof(Workspace),
 #ifdef MASTERLESS_PHASES
     Phases::measure,
 #endif

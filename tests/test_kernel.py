@@ -282,6 +282,48 @@ def test_what_the_kernel_does_not_decode_the_specification_does():
     assert torch.equal(CpuBackend().decode(factored, torch.float32), factored.decode())
 
 
+def encoded_by(encode, name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    storage = Storage.zeros(parse(name), x.shape)
+    for tensor in storage.tensors.values():  # every byte is to be written
+        tensor.view(torch.uint8).fill_(0xA5)
+    encode(storage, x)
+    return {part: tensor.view(torch.uint8) for part, tensor in storage.tensors.items()}
+
+
+@pytest.mark.parametrize("name", sorted({*WEIGHTS, *SECONDS} - {"factored", "nvfp4"}))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_quantize(name, dtype):
+    generator = torch.Generator().manual_seed(2)
+    for shape in [(7,), (3, 128), (7, 5, 210), (2, 1100), (0, 40), (2, 9000), (300, 16), (3, 8200)]:
+        x = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp2()
+        x[..., ::17] = 0.0
+        x = (x if parse(name).signed else x.abs()).to(dtype)
+        expected = encoded_by(Storage.encode_, name, x)
+        found = encoded_by(CpuBackend().encode, name, x)
+        assert {part for part in expected if not torch.equal(found[part], expected[part])} == set(), shape
+
+
+@pytest.mark.parametrize(
+    "name", ["int4", "int6", "fp8:row", "int8:row", "int4:32", "int8:1024", "int4:tensor", "nvfp4", "log2"]
+)
+def test_quantizing_hostile_numbers(name):
+    rng = random.Random(3)
+    for scale in (1e-45, 1e-38, 1e-20, 1.0, 1e20, 3e38):
+        x = torch.tensor(
+            [[rng.choice((0.0, -0.0, 1.0, 0.5, rng.random())) * scale for _ in range(16400)] for _ in range(2)]
+        )
+        x = x * torch.tensor([1.0, -1.0]).repeat(8200) if parse(name).signed else x.abs()
+        for values in (x, x.t()[:600].contiguous().t(), torch.zeros_like(x)):
+            expected = encoded_by(Storage.encode_, name, values)
+            found = encoded_by(CpuBackend().encode, name, values)
+            assert all(torch.equal(found[part], expected[part]) for part in expected), scale
+
+
+def test_quantizing_refuses_another_shape():
+    with pytest.raises(ValueError, match=r"cannot store a tensor of shape \(3, 63\) in storage of shape \(3, 64\)"):
+        CpuBackend().encode(Storage.zeros(parse("int4"), (3, 64)), torch.zeros(3, 63))
+
+
 # --- the library ----------------------------------------------------------------------------------------
 
 

@@ -54,6 +54,10 @@ class ReferenceBackend:
         with exact_arithmetic():
             return storage.decode(visible=visible).to(dtype)
 
+    def encode(self, storage: Storage, values: Tensor) -> None:
+        """The specification's encoding."""
+        storage.encode_(values)
+
 
 def at(task: Task, turn: Turn, i: int) -> Task:
     """A prepared task at one turn."""

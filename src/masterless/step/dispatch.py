@@ -143,6 +143,9 @@ class Backend(Protocol):
     def decode(self, storage: Storage, dtype: torch.dtype, visible: bool = True) -> Tensor:
         """The stored values, dense; `visible` leaves hidden bits out."""
 
+    def encode(self, storage: Storage, values: Tensor) -> None:
+        """Stores dense values of any floating dtype under new scales, rounded to nearest."""
+
 
 _backends: dict[str, Backend] = {}
 
@@ -184,11 +187,18 @@ def dequantize(storage: Storage, dtype: torch.dtype) -> Tensor:
     if torch.compiler.is_compiling():
         tensors = [storage.tensors[name] for name in tensor_specs(storage.format, storage.shape)]
         return torch.ops.masterless.dequantize(tensors, str(storage.format), list(storage.shape), dtype)
-    codes = storage.tensors["codes"]
-    own = _backends.get(codes.device.type)
-    if own is None or type(codes) is not Tensor:
-        own = reference()
-    return own.decode(storage, dtype)
+    return _backend_of_storage(storage).decode(storage, dtype)
+
+
+def encode(storage: Storage, values: Tensor) -> None:
+    """Overwrites a storage with dense, finite values on its device: new scales, rounded to nearest."""
+    _backend_of_storage(storage).encode(storage, values)
+
+
+def _backend_of_storage(storage: Storage) -> Backend:
+    stored = next(iter(storage.tensors.values()))
+    own = _backends.get(stored.device.type)
+    return reference() if own is None or type(stored) is not Tensor else own
 
 
 @torch.library.custom_op("masterless::dequantize", mutates_args=())

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from masterless.formats import Format
 from masterless.formats.storage import Storage
+from masterless.step import dispatch
 from masterless.tensor.quantize import AFTER_QUANTIZING, Decision, QuantizationReport, replace_parameter
 from masterless.tensor.quantized import QuantizedTensor, require_finite
 from masterless.tensor.selection import Selection, Selector, owned_parameters
@@ -243,13 +244,14 @@ def encoded(dense: Tensor, format: Format, dtype: torch.dtype | None) -> Quantiz
 def encode_converted_(target: QuantizedTensor, dense: Tensor) -> None:
     """Overwrites a quantized tensor with a dense one converted to its dtype, without making that as a whole."""
     require_finite(dense)
-    if target.dtype == dense.dtype or target.format.granularity == "tensor":
+    one_scale = target.format.granularity == "tensor" or target.format.two_level
+    if target.dtype == dense.dtype or one_scale:
         target.encode_(dense.to(target.dtype))
         return
     rows = max(1, (1 << 20) * len(dense) // max(1, dense.numel()))
     for start in range(0, len(dense), rows):
         stop = min(start + rows, len(dense))
-        target.stored.cut(start, stop).encode_(dense[start:stop].to(target.dtype))
+        dispatch.encode(target.stored.cut(start, stop), dense[start:stop].to(target.dtype))
     increment_version([target, target.stored.tensors["codes"]])
 
 

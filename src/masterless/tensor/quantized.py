@@ -24,6 +24,7 @@ from torch import Tensor
 from masterless import formats
 from masterless.formats import Format, FormatError
 from masterless.formats.storage import Storage
+from masterless.step import dispatch
 from masterless.tensor import gather, pieces
 from masterless.tensor.decoding import TRANSPOSITIONS, StoredTensor, as_ordinary, call_dense, restored, transposed
 from masterless.tensor.pieces import empty_storage
@@ -88,7 +89,9 @@ class QuantizedTensor(StoredTensor):
         if dense.device.type == "meta":
             return cls(empty_storage(fmt, dense.shape, dense.device), dense.dtype)
         require_finite(dense)
-        return cls(Storage.zeros(fmt, dense.shape, dense.device).encode_(dense), dense.dtype)
+        storage = empty_storage(fmt, dense.shape, dense.device)
+        dispatch.encode(storage, dense)
+        return cls(storage, dense.dtype)
 
     def rewrapped(self, storage: Storage, dtype: torch.dtype | None = None) -> QuantizedTensor:
         """A quantized tensor over another storage, of this one's dtype unless another is given."""
@@ -106,7 +109,7 @@ class QuantizedTensor(StoredTensor):
         elif isinstance(dense, StoredTensor):
             dense = dense.decode()
         require_finite(dense)
-        self.stored.encode_(dense.to(self.device))
+        dispatch.encode(self.stored, dense.to(self.device))
         torch.autograd.graph.increment_version(self)  # views of it count together, which the codes do not
         return _mark_changed(self)
 

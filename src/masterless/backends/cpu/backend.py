@@ -38,6 +38,7 @@ from masterless.step.scalars import Scalars
 from masterless.step.task import Task
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_CONVERTED = 1 << 20  # elements that are converted at a time
 
 
 class _Tables:
@@ -212,6 +213,37 @@ class CpuBackend:
                 torch.get_num_threads(),
             )
         return out
+
+    def encode(self, storage: Storage, values: Tensor) -> None:
+        """All rows in one call; what is neither fp32 nor bf16 is converted some rows at a time."""
+        format, layout, values = storage.format, storage.layout, values.detach()
+        by_rows = format.scaled and format.granularity != "tensor" and not format.two_level  # else all values count
+        if not library.available() or not by_rows or not values.is_cpu or type(values) is not Tensor:
+            return dispatch.reference().encode(storage, values)
+        if values.dtype not in _DTYPES:
+            rows = max(1, _CONVERTED * len(values) // max(1, values.numel()))
+            for start in range(0, len(values), rows):
+                part = values[start : start + rows]
+                self.encode(storage.cut(start, start + len(part)), part.to(torch.float32))
+            return None
+        if tuple(values.shape) != storage.shape:
+            raise ValueError(
+                f"cannot store a tensor of shape {tuple(values.shape)} in storage of shape {storage.shape}"
+            )
+        if values.numel():
+            values = values.contiguous()
+            record = np.zeros(1, dtype=interface().storage)
+            _fill_storage(record[0], storage)
+            interface().library.ml_encode(
+                ctypes.c_void_p(record.ctypes.data),
+                ctypes.c_int64(layout.rows),
+                ctypes.c_int64(layout.cols),
+                ctypes.c_void_p(values.data_ptr()),
+                values.dtype == torch.bfloat16,
+                torch.get_num_threads(),
+            )
+            increment_version([storage.tensors["codes"]])
+        return None
 
 
 _ADAFACTOR = ("adafactor_step_size", "adafactor_rate1", "adafactor_min_rms", "adafactor_clip_threshold")

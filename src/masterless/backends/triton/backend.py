@@ -151,6 +151,10 @@ class TritonBackend:
         _workspace(prepared, records)
         return CapturedStep(prepared, partial(_launch, phases), captive, course)
 
+    def encode(self, storage: Storage, values: Tensor) -> None:
+        """By the reference, which runs on the device, once for every weight of a model."""
+        dispatch.reference().encode(storage, values)
+
     def decode(self, storage: Storage, dtype: torch.dtype, visible: bool = True) -> Tensor:
         """The stored values as fp32, or as bf16 (rounded to nearest even), in the tensor's shape."""
         if dtype not in _DTYPES or missing() or not storage.format.scaled:
