@@ -5,7 +5,8 @@
 The model is built quantized (it never exists dense), every parameter is stepped inside the backward pass, and no
 gradient, logit or decoded weight of more than one layer exists at a time. What the process really held is printed. With
 --weights a local directory of safetensors files is loaded instead of random weights. With --torch the same model is
-trained by torch.optim.AdamW in bf16, for comparison.
+trained by torch.optim.AdamW, for comparison. Weights are decoded to, and computed with in, bf16 where the processor can
+multiply it, else fp32.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ MODELS = {
     "llama-2-7b": LlamaConfig(32_000, 4096, 11_008, 32, 32, 32, 128),
     "llama-3-8b": LlamaConfig(128_256, 4096, 14_336, 32, 32, 8, 128, rope_theta=500_000.0),
 }
+COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def arguments() -> argparse.Namespace:
@@ -45,7 +47,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="llama-2-7b", help=f"{', '.join(MODELS)}, or a config.json")
     parser.add_argument("--weights", type=Path, help="safetensors file, index or directory to start from")
     parser.add_argument("--preset", default="1.3-byte")
-    parser.add_argument("--torch", action="store_true", help="torch.optim.AdamW on a dense bf16 model instead")
+    parser.add_argument("--torch", action="store_true", help="torch.optim.AdamW on a dense model instead")
+    parser.add_argument("--compute", choices=COMPUTE, help="default: bf16 if the processor multiplies it, else fp32")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=256, help="of a sequence")
@@ -57,7 +60,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--save", type=Path, help="write the training state here at the end")
     parser.add_argument("--resume", type=Path, help="go on from a training state")
     parser.add_argument("--out", type=Path, help="append the result as a line of JSON")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.compute = options.compute or ("bf16" if "bf16" in processor_flags() else "fp32")
+    return options
+
+
+def processor_flags() -> str:
+    """What /proc/cpuinfo says of the processor: in software, products in bf16 take three times those in fp32."""
+    cpu = Path("/proc/cpuinfo")
+    return cpu.read_text() if cpu.exists() else ""
 
 
 def text_tokens(vocab_size: int, folder: Path) -> TokenFile:
@@ -76,13 +87,13 @@ def build(options: argparse.Namespace, config: LlamaConfig) -> torch.nn.Module:
         return Llama(config, generator, checkpointing=not options.no_checkpointing)
 
     if options.torch:
-        return make().bfloat16()
+        return make().to(COMPUTE[options.compute])
     preset = ml.PRESETS[options.preset]
     model, report = ml.build_quantized(
         make,
         preset.weights,
         vocabulary=preset.vocabulary,
-        dtype=torch.bfloat16,
+        dtype=COMPUTE[options.compute],
         initialise=options.weights is None and options.resume is None,
     )
     print(str(report).splitlines()[-1], flush=True)
@@ -113,8 +124,7 @@ def fingerprint(model: torch.nn.Module, optimizer: ml.AdamW) -> str:
 def main() -> None:
     """Builds, trains, measures, saves."""
     options = arguments()
-    cpu = Path("/proc/cpuinfo")
-    if cpu.exists() and "amx" in cpu.read_text():
+    if "amx" in processor_flags():
         # Some virtual machines announce AMX and trap on it; a run of hours should not end that way. oneDNN looks at
         # its first product.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -160,8 +170,9 @@ def main() -> None:
         print(f"after {options.steps} steps: loss {after:.4f}", flush=True)
         result = {
             "model": options.model,
-            "optimizer": "torch AdamW bf16" if options.torch else options.preset,
-            "formats": "bf16" if options.torch else formats_of(model, optimizer),
+            "optimizer": f"torch AdamW {options.compute}" if options.torch else options.preset,
+            "compute": options.compute,
+            "formats": options.compute if options.torch else formats_of(model, optimizer),
             "parameters": count,
             "tokens": options.batch * options.tokens,
             "steps": options.steps,
