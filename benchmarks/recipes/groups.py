@@ -220,12 +220,23 @@ def muons() -> list[Recipe]:
         muon("int8, int4:32 m .8", "int8", "int4:32", 0.8),
         replace(muon("int4+4, int4:32 m .8, INT4 for the last 40%", "int4+4", "int4:32", 0.8), coarse_from=0.6),
         muon("int4+4, int4:32 m .8", "int4+4", "int4:32", 0.8),
+        *muons_in_small_groups(),
         muon("int4, int4 m .8", "int4", "int4", 0.8),
         muon("int8, int8 m .8", "int8", "int8", 0.8),
         muon("int4 with master weights, mu .8", "int4+32", momentum=0.8),
         muon("int8, dynamic4 m .8", "int8", "dynamic4", 0.8),
         muon("int8, int4 m .8, nearest", "int8", "int4", 0.8, rounding="nearest", weight_rounding="stochastic"),
     ]
+
+
+def muons_in_small_groups() -> list[Recipe]:
+    """INT4 in groups of 32, all along and late, and with master weights: what the forward format costs Muon."""
+    small = muon("int4+4:32, int4:32 m .8", "int4+4:32", "int4:32", 0.8)
+    late = [
+        replace(small, label=f"{small.label}, INT4 for the last {share}%", coarse_from=1 - share / 100)
+        for share in (20, 40)
+    ]
+    return [*late, small, muon("int4:32 with master weights, mu .8", "int4+32:32", momentum=0.8)]
 
 
 def lions() -> list[Recipe]:
@@ -280,6 +291,7 @@ def cells() -> list[Cell]:
     found += _grid("muon", [full(), TWO], (SMALL,))
     best = [r for r in muons() if r.label in ("Muon fp32, mu .8", "Muon int8, int4:32 m .8")]
     found += _grid("muon", best, (SMALL,), sweep=(0,), seeds=range(6), lrs=(32e-3, 64e-3))
+    found += _grid("muon", muons_in_small_groups(), (SMALL,), sweep=(0,), lrs=(32e-3, 64e-3))
     found += _grid("muon", [muons()[4], *muons()[15:]], (SMALL,), sweep=(0,), lrs=(32e-3, 64e-3))
     found += _grid("muon", muons()[4:8], (SMALL,), sweep=(0,), lrs=MUON_LRS)
     found += _grid("lion", lions(), (SMALL,), sweep=(0,), lrs=(1e-3, 2e-3, 4e-3))
