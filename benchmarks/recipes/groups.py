@@ -116,6 +116,25 @@ def injected() -> list[Recipe]:
     return [recipe(f"{f}, injected", f) for f in ("int8", "fp8", "int4", "int4+4", "int6", "int4+2")]
 
 
+def nearest_weights() -> list[Recipe]:
+    """Weights rounded to nearest, the error injected: half to a third of the noise that the forward pass sees."""
+
+    def nearest(base: Recipe) -> Recipe:
+        return replace(base, label=f"{base.label}, nearest", options={**base.options, **NEAREST})
+
+    int4_log2 = recipe("int4, int4 m .7, log2 v", "int4", "int4", "log2", SHORT)
+    more = [
+        recipe("int4, int4 m .7, factored v", "int4", "int4", "factored", SHORT),
+        recipe("int6, int4 m .8, factored v", "int6", "int4", "factored", 0.8),
+        recipe("int4, int4 m .9, factored v", "int4", "int4", "factored"),
+        EIGHTEEN,
+        TWO,
+        recipe("int6, int2 m .53, factored v", "int6", "int2", "factored", 0.53),
+        recipe("int4:64, int4 m .8, factored v", "int4:64", "int4", "factored", 0.8),
+    ]
+    return [nearest(r) for r in (FIFTEEN, THIRTEEN, ONE_INT4, int4_log2, *more)]
+
+
 def candidates() -> list[Recipe]:
     """What might become presets, by bytes."""
     return [
@@ -269,6 +288,10 @@ def cells() -> list[Cell]:
     found += _grid("units", units, (MIDDLE,), sweep=(0,), seeds=range(2), lrs=(4e-3,))
     found += _grid("candidates", [TWO_FINE], (MIDDLE,), sweep=(0, 1), seeds=range(4))
     found += _grid("one byte", one_byte(), (SMALL,), **SMALL_SEEDS)
+    found += _grid("nearest", nearest_weights()[:4], (SMALL,), sweep=(0,), seeds=range(3), lrs=(16e-3, 32e-3))
+    found += _grid("nearest", nearest_weights()[:3], (MIDDLE,), sweep=(0,), seeds=range(2), lrs=(4e-3,))
+    found += _grid("nearest", nearest_weights()[4:], (SMALL,), sweep=(0,), seeds=range(3), lrs=(16e-3,))
+    found += _grid("nearest", nearest_weights()[:3], (SMALL, MIDDLE), sweep=(0,), seeds=range(6), lrs=(8e-3, 16e-3))
     found += _grid("late int4", late_int4()[:4], (SMALL,), **SMALL_SEEDS)
     found += _grid("candidates", deciding, (MIDDLE,), sweep=(0, 1), seeds=range(4))
     found += _grid("weights", [*forward_formats()[:3], *dropped()[:3], *injected()[:4]], (SMALL,), **SMALL_SEEDS)
