@@ -131,6 +131,11 @@ def nearest_weights() -> list[Recipe]:
         TWO,
         recipe("int6, int2 m .53, factored v", "int6", "int2", "factored", 0.53),
         recipe("int4:64, int4 m .8, factored v", "int4:64", "int4", "factored", 0.8),
+        recipe("int4, int4 m .5, factored v", "int4", "int4", "factored", 0.5),
+        recipe("int6, int4 m .5, factored v", "int6", "int4", "factored", 0.5),
+        recipe("int4, int4 m .5, log2 v", "int4", "int4", "log2", 0.5),
+        THIRTEEN_INT4,
+        TWO_INT4,
     ]
     return [nearest(r) for r in (FIFTEEN, THIRTEEN, ONE_INT4, int4_log2, *more)]
 
