@@ -367,7 +367,7 @@ def test_lossy_combinations_are_warned_of_and_others_are_not():
         assert not warned(format, **dropped) and not warned(format)
     for format in ("int4", "int3", "int2", "fp4", "int4+2"):
         assert "0.9" in warned(format, **nearest)[0] and "5.0 quanta" in warned(format, **nearest)[0]
-        assert not warned(format, **nearest, betas=(0.35, 0.99))
+        assert not warned(format, **nearest, betas=(0.8, 0.99))
     for format in ("int8", "fp8", "int6", "int4+4", "int4+6", "int4+32", "fp8+32"):
         assert not warned(format, **nearest)
     assert not warned("int4+4", **nearest, **dropped) and not warned("int8+32", **nearest, **dropped)

@@ -38,11 +38,11 @@ def warn_of_losses(optimizer: LowBitOptimizer, format: Format, group: dict[str, 
             LossyUpdateWarning,
             stacklevel=6,
         )
-    elif format.bits <= 4 and momentum > 0.7:
+    elif format.bits <= 4 and momentum > 0.8:
         warnings.warn(
             f"with weight_rounding='nearest' and a momentum of {momentum} the stored weight can lag "
             f"{1 / (2 * (1 - momentum)):.1f} quanta behind, and a quantum of '{format}' is large; use "
-            f"weight_rounding='stochastic', or a momentum of about 0.35",
+            f"weight_rounding='stochastic', or a momentum of 0.8 or less",
             LossyUpdateWarning,
             stacklevel=6,
         )
