@@ -212,6 +212,11 @@ class Step(_Constant):
         return self.rule.endswith("_weight_units")
 
     @property
+    def carries(self) -> bool:
+        """Whether the momentum is carried over from one second moment to the next."""
+        return self.rule == "adam_weight_units" and self.first.stored and self.second.kind != "factored"
+
+    @property
     def family(self) -> str:
         """The rule without its units where only the numbers differ."""
         return (
