@@ -192,7 +192,7 @@ def picked(codes, of_code):
 @triton.jit
 def decode_log(codes, metadata, CODEC: tl.constexpr):
     """As `codec._decode_log`."""
-    if CODEC.bits == 2:
+    if CODEC.two_bit_log:
         return picked(codes, two_bit_levels(metadata))
     else:
         top, step, flag = metadata

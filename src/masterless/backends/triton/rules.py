@@ -66,7 +66,10 @@ def denominator_before(v, c):
 
 @triton.jit
 def update(g, m, v, before, c, STEP: tl.constexpr):
-    """The new moments, and the step over its size; `before` is the `denominator_before` where `STEP.carries`."""
+    """The new moments, and the step over its size.
+
+    `before` is the `denominator_before` where `kernels.decode_two_bits` knows it.
+    """
     has_first: tl.constexpr = STEP.first.stored
     if STEP.family == "adam":
         if has_first:
@@ -118,6 +121,8 @@ def update(g, m, v, before, c, STEP: tl.constexpr):
             d = tl.maximum(root, c[8])
         if STEP.carries:
             kept = m * c[3]
+            if not STEP.second.two_bit_log:
+                before = denominator_before(stored, c)
             before = tl.where(stored > 0.0, before, d)
             sum = kept * before + g * c[4]
             if not STEP.eps:  # chosen before the division, as in `quotient`

@@ -122,6 +122,11 @@ class Codec(_Constant):
         return self.rounding != "nearest" and not self.master and self.kind not in ("none", "factored", "float32")
 
     @property
+    def two_bit_log(self) -> bool:
+        """Whether it is a log code whose four levels are looked at as a whole."""
+        return self.kind == "log" and self.bits == 2
+
+    @property
     def wide(self) -> bool:
         """Whether it takes many registers: searches in a table, scales of a few elements."""
         return self.kind == "codebook" or self.adjacent
