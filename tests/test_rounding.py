@@ -300,7 +300,7 @@ def test_rounding_names():
 
 
 def test_going_up_from_the_difference_to_the_threshold_is_stochastic_rounding():
-    """`LinearGrid<true>` of csrc/grid.h: one rounded subtraction and a ceiling, for levels below 2^7.
+    """`LinearGrid<true>` of csrc/grid.h, `_whole` of Triton's codecs: a rounded subtraction and a ceiling, below 2^7.
 
     Where they could differ: numbers a few ulps around an integer plus a threshold, and those between -1/2 and 0, whose
     distance to -1 is rounded.

@@ -172,9 +172,11 @@ def _table_codes(t, word, s, CODEC: tl.constexpr):
 @triton.jit
 def _whole(fine, x, word, CODEC: tl.constexpr):
     """Numbers of quanta as whole numbers, as floats; an unsigned format has no zero for a positive number."""
-    if CODEC.random:
+    if CODEC.random and CODEC.kind == "linear" and CODEC.limit >= 128.0:
         index = tl.floor(fine)
         index = tl.where(fine - index > threshold(word), index + 1.0, index)
+    elif CODEC.random:
+        index = tl.ceil(fine - threshold(word))  # the same for numbers below 2^7: see `csrc/grid.h`
     else:
         index = nearest_whole(fine)
     if not CODEC.signed:

@@ -44,9 +44,10 @@ from masterless.backends.triton.record import (
     WEIGHT_KEY,
     WORKSPACE,
 )
-from masterless.backends.triton.rules import descent_gradient, update
+from masterless.backends.triton.rules import denominator_before, descent_gradient, update
 from masterless.backends.triton.tiles import (
     elements,
+    load_codes,
     load_plain,
     over_block,
     pointer,
@@ -128,16 +129,32 @@ def decode_second(record, s, geometry, cols, STEP: tl.constexpr):
 
 
 @triton.jit
+def decode_two_bits(s, geometry, c, STEP: tl.constexpr):
+    """The second moment in a two-bit log code, and its `denominator_before`: a root for each level, not element."""
+    codes = load_codes(pointer(s[0], tl.uint8, STEP.aligned), geometry, s[5], 2, False, STEP)
+    levels = log_code.two_bit_levels(log_code.load_log_metadata(s, geometry, STEP.second))
+    first, second = denominator_before(levels[0], c), denominator_before(levels[1], c)
+    third, last = denominator_before(levels[2], c), denominator_before(levels[3], c)
+    return log_code.picked(codes, levels), log_code.picked(codes, (first, second, third, last))
+
+
+@triton.jit
 def advance(record, w_at, m_at, v_at, g, geometry, cols, c, STEP: tl.constexpr):
     """Where the weights should go, and the new moments."""
-    w = codecs.decode(w_at, geometry, cols, STEP.weight, STEP, False)
+    w = g
+    if STEP.l2:  # otherwise it is decoded when it is needed: until then its codes take fewer registers
+        w = codecs.decode(w_at, geometry, cols, STEP.weight, STEP, False)
     g = descent_gradient(g, w, c, STEP)
-    m, v = g, g
+    m, v, before = g, g, None
     if STEP.first.stored:
         m = codecs.decode(m_at, geometry, cols, STEP.first, STEP, False)
-    if STEP.second.kind != "none":
+    if STEP.carries and STEP.second.two_bit_log:
+        v, before = decode_two_bits(v_at, geometry, c, STEP)
+    elif STEP.second.kind != "none":
         v = decode_second(record, v_at, geometry, cols, STEP)
-    m, v, moved = update(g, m, v, c, STEP)
+    m, v, moved = update(g, m, v, before, c, STEP)
+    if not STEP.l2:
+        w = codecs.decode(w_at, geometry, cols, STEP.weight, STEP, False)
     return w * c[1] - moved * c[0], m, v
 
 

@@ -175,10 +175,28 @@ def _level_bits(top, code, step):
 
 
 @triton.jit
+def two_bit_levels(metadata):
+    """The levels of every block of a two-bit code, from code 0 on."""
+    top, step, flag = metadata
+    last = from_bits(tl.where(flag, 0, _level_bits(top, 3, step)))
+    return from_bits(top), from_bits(_level_bits(top, 1, step)), from_bits(_level_bits(top, 2, step)), last
+
+
+@triton.jit
+def picked(codes, of_code):
+    """Of four numbers of every block those of two-bit codes."""
+    odd = (codes & 1) != 0
+    return tl.where((codes & 2) != 0, tl.where(odd, of_code[3], of_code[2]), tl.where(odd, of_code[1], of_code[0]))
+
+
+@triton.jit
 def decode_log(codes, metadata, CODEC: tl.constexpr):
     """As `codec._decode_log`."""
-    top, step, flag = metadata
-    return from_bits(tl.where(flag & (codes == (1 << CODEC.bits) - 1), 0, _level_bits(top, codes, step)))
+    if CODEC.two_bit_log:
+        return picked(codes, two_bit_levels(metadata))
+    else:
+        top, step, flag = metadata
+        return from_bits(tl.where(flag & (codes == (1 << CODEC.bits) - 1), 0, _level_bits(top, codes, step)))
 
 
 @triton.jit

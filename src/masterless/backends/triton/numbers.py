@@ -227,10 +227,9 @@ def dither(of_weight, own, element):
 def threshold(word):
     """As `rounding.threshold` of the upper half of a word: ``(u + 1/2) / 2^16``.
 
-    1 + u / 2^16 is put together from its bits, and what is subtracted leaves the result exact.
+    The last place of 2^7 is 2^-16, so its lowest bits hold u; what is subtracted leaves the result exact.
     """
-    one_and = ((word >> 9) & 0x7FFF80) | 0x3F800000
-    return from_bits(one_and.to(tl.int32)) - (1.0 - 2.0**-17)
+    return from_bits(((word >> 16) | 0x43000000).to(tl.int32)) - (128.0 - 2.0**-17)
 
 
 # --- sums whose bits do not depend on their order ----------------------------------------------------------------

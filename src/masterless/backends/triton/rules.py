@@ -59,8 +59,17 @@ def _sign(x):
 
 
 @triton.jit
-def update(g, m, v, c, STEP: tl.constexpr):
-    """The new moments, and the step over its size."""
+def denominator_before(v, c):
+    """What Adam divided by when the second moment was this."""
+    return tl.sqrt_rn(v) * c[11] + c[8]
+
+
+@triton.jit
+def update(g, m, v, before, c, STEP: tl.constexpr):
+    """The new moments, and the step over its size.
+
+    `before` is the `denominator_before` where `kernels.decode_two_bits` knows it.
+    """
     has_first: tl.constexpr = STEP.first.stored
     if STEP.family == "adam":
         if has_first:
@@ -110,10 +119,11 @@ def update(g, m, v, c, STEP: tl.constexpr):
             d = root + c[8]
         else:
             d = tl.maximum(root, c[8])
-        carries: tl.constexpr = STEP.family == "adam_weight_units" and has_first and STEP.second.kind != "factored"
-        if carries:
+        if STEP.carries:
             kept = m * c[3]
-            before = tl.where(stored > 0.0, tl.sqrt_rn(stored) * c[11] + c[8], d)
+            if not STEP.second.two_bit_log:
+                before = denominator_before(stored, c)
+            before = tl.where(stored > 0.0, before, d)
             sum = kept * before + g * c[4]
             if not STEP.eps:  # chosen before the division, as in `quotient`
                 sum, d = tl.where(d > 0.0, sum, kept), tl.where(d > 0.0, d, 1.0)
@@ -122,7 +132,7 @@ def update(g, m, v, c, STEP: tl.constexpr):
             u = quotient(g, d, STEP.eps)
         if not has_first:
             m, moved = g, u
-        elif carries:
+        elif STEP.carries:
             m, moved = u, u
         elif STEP.family == "adafactor":
             m = m + (u * c[9] - m) * c[4]

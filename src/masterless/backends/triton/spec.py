@@ -122,6 +122,11 @@ class Codec(_Constant):
         return self.rounding != "nearest" and not self.master and self.kind not in ("none", "factored", "float32")
 
     @property
+    def two_bit_log(self) -> bool:
+        """Whether it is a log code whose four levels are looked at as a whole."""
+        return self.kind == "log" and self.bits == 2
+
+    @property
     def wide(self) -> bool:
         """Whether it takes many registers: searches in a table, scales of a few elements."""
         return self.kind == "codebook" or self.adjacent
@@ -210,6 +215,11 @@ class Step(_Constant):
     def weight_units(self) -> bool:
         """Whether the momentum is in units of the weight: nothing of it is stored while nothing moves."""
         return self.rule.endswith("_weight_units")
+
+    @property
+    def carries(self) -> bool:
+        """Whether the momentum is carried over from one second moment to the next."""
+        return self.rule == "adam_weight_units" and self.first.stored and self.second.kind != "factored"
 
     @property
     def family(self) -> str:
