@@ -118,6 +118,7 @@ enum MlRule : int32_t { ML_RULES(ML_ENUMERATOR) };
     FIELD(int32_t, second_rounding)                                                                 \
     FIELD(int32_t, maximize)                                                                        \
     FIELD(int32_t, inject_error)                                                                    \
+    FIELD(int32_t, pays_back)        /* the weight gets what of a momentum is too large for one */  \
     FIELD(int32_t, statistics_given) /* of the whole, by the ranks that share it: scalars, means */ \
     FIELD(const void*, grad)                                                                        \
     FIELD(const float*, mean_rows)   /* with `statistics_given`: of the row factors, by matrix */   \
@@ -141,6 +142,8 @@ enum MlRule : int32_t { ML_RULES(ML_ENUMERATOR) };
     FIELD(float, clip)                                                                              \
     FIELD(float, inject)                                                                            \
     FIELD(float, bias2_before)                                                                      \
+    FIELD(float, reach)                                                                             \
+    FIELD(float, payback)                                                                           \
     FIELD(double, adafactor_step_size)      /* before the weight's RMS is known */                  \
     FIELD(double, adafactor_rate1)          /* likewise, of a momentum in units of the weight */    \
     FIELD(double, adafactor_min_rms)                                                                \

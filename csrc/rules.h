@@ -15,13 +15,14 @@ inline namespace MASTERLESS_ISA {
 constexpr float kLargest = 0x1.fffffep127f;  // where moments stop short of infinity
 
 struct Scalars {  // as vectors, so that no loop has to spread them
-    vf step_size, decay, l2, keep1, rate1, keep2, rate2, bias2, bias2_before, eps, clip;
+    vf step_size, decay, l2, keep1, rate1, keep2, rate2, bias2, bias2_before, eps, clip, reach, payback;
     bool has_eps;
 
     explicit Scalars(const MlTask& t)
         : step_size(splat(t.step_size)), decay(splat(t.decay)), l2(splat(t.l2)), keep1(splat(t.keep1)),
           rate1(splat(t.rate1)), keep2(splat(t.keep2)), rate2(splat(t.rate2)), bias2(splat(t.bias2)),
-          bias2_before(splat(t.bias2_before)), eps(splat(t.eps)), clip(splat(t.clip)), has_eps(t.eps > 0.0f) {}
+          bias2_before(splat(t.bias2_before)), eps(splat(t.eps)), clip(splat(t.clip)),
+          reach(splat(t.reach)), payback(splat(t.payback)), has_eps(t.eps > 0.0f) {}
 };
 
 // This step's innovation (g * g for most rules) to the updated average; a factored one was updated before.
@@ -210,6 +211,7 @@ bool apply_rule(const MlTask& task, Rows rows, const TileBuffers& buffers) {
     const TileBuffers b = buffers;  // a copy, which no store below can change
     const Scalars c(task);
     const bool ascends = task.maximize, has_l2 = task.has_l2, whole_step = task.step_size == 1.0f;
+    const bool pays_back = task.pays_back && task.payback != 0.0f;
     const bool draws = b.weight.thresholds || b.first.thresholds || b.second.thresholds;
     constexpr bool kDenominator = Rule::template has_denominator<kFirst>();
     Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight, next_first = b.next_first,
@@ -234,11 +236,15 @@ bool apply_rule(const MlTask& task, Rows rows, const TileBuffers& buffers) {
             const SecondMoment second{Rule::kSecond ? load<vf>(b.v + e) : vf{}, kFactored, c};
             const Update u = Rule::template step<kFirst>(g, kFirst ? load<vf>(b.m + e) : vf{}, second, c);
             const vf moved = kDenominator ? quotient(u.direction, u.denominator, c) : u.direction;
-            const vf target = w * c.decay - (whole_step ? moved : moved * c.step_size);
+            vf target = w * c.decay - (whole_step ? moved : moved * c.step_size), first = u.first;
+            if (kFirst && pays_back) {  // `tile.paid_back`
+                first = min(max(u.first, -c.reach), c.reach);
+                target = target - (u.first - first) * c.payback;
+            }
             store(b.w + e, target);
             if (b.backup) store(b.backup + e, w);
             finite = multiply_add(target, zero, finite);
-            if (kFirst) store(b.m + e, u.first);
+            if (kFirst) store(b.m + e, first);
             if (Rule::kSecond) store(b.v + e, min(u.second, largest));
             const vu word = draws ? random.next() : vu{};
             if (b.weight.thresholds) store(b.weight.thresholds + e, threshold(word + weight_offset));

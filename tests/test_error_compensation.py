@@ -354,11 +354,11 @@ def test_master_weights_are_torch_optim_with_a_quantized_forward(format, rule):
 
 
 def test_lossy_combinations_are_warned_of_and_others_are_not():
-    def warned(format, **options):
+    def warned(format, optimizer=ml.AdamW, **options):
         p = quantized(random(4, 128), format)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            ml.AdamW([p], **options)
+            optimizer([p], **options)
         return [str(w.message) for w in caught if w.category is LossyUpdateWarning]
 
     nearest, dropped = {"weight_rounding": "nearest"}, {"error_compensation": False}
@@ -366,8 +366,10 @@ def test_lossy_combinations_are_warned_of_and_others_are_not():
         assert "stochastic" in warned(format, **nearest, **dropped)[0], "naive nearest loses most updates"
         assert not warned(format, **dropped) and not warned(format)
     for format in ("int4", "int3", "int2", "fp4", "int4+2"):
-        assert "0.9" in warned(format, **nearest)[0] and "5.0 quanta" in warned(format, **nearest)[0]
-        assert not warned(format, **nearest, betas=(0.8, 0.99))
+        (message,) = warned(format, ml.SGD, **nearest, momentum=0.9)
+        assert "0.9" in message and "5.0 quanta" in message
+        assert not warned(format, ml.SGD, **nearest, momentum=0.35)
+        assert not warned(format, **nearest), "AdamW pays the weight back"
     for format in ("int8", "fp8", "int6", "int4+4", "int4+6", "int4+32", "fp8+32"):
         assert not warned(format, **nearest)
     assert not warned("int4+4", **nearest, **dropped) and not warned("int8+32", **nearest, **dropped)

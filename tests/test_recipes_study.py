@@ -63,6 +63,7 @@ def test_only_runs_that_inject_or_use_log_codes_depend_on_the_meaning_of_the_lib
 
 def test_only_a_momentum_that_is_carried_over_has_the_newest_meaning():
     assert TWO_BYTES.spec == recipe.CARRIED
+    assert recipe.recipe("", "int4", "int4", "log2", weight_rounding="nearest").spec == recipe.PAID_BACK
     assert recipe.recipe("", "int8", "int4", "factored").spec == recipe.recipe("", v="log2").spec == recipe.SPEC
 
 

@@ -2,8 +2,8 @@
 
 Contract:
     * The key covers everything that changes the result, and no label.
-    * What the library means by injection has changed twice, by a log code once. `SPEC` and `CARRIED` name its
-      meaning; they are in the keys of the runs that depend on it, and of no other, so that those need not be repeated.
+    * What the library means by injection has changed three times, by a log code once. `SPEC`, `CARRIED` and `PAID_BACK`
+      name its meaning; they are in the keys of the runs that depend on it, and of no other: those need not be repeated.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from masterless.tensor.quantized import as_weight
 
 SPEC = "v1"  # v0: momentum in gradient or update units, log codes unbiased in v; v1: weight units, unbiased in use
 CARRIED = "v2"  # of AdamW that injects, v stored by elements: the momentum is carried over from one v to the next
+PAID_BACK = "v3"  # of AdamW that injects the errors of rounding to nearest: what is no momentum is paid back at once
 REGIME = 2  # schedule, clipping, batches, validation: see `trainer`
 BETA2 = 0.95
 SEQ_LEN = 128
@@ -73,6 +74,8 @@ class Recipe:
     @property
     def spec(self) -> str:
         """The library's meaning that the result depends on; empty if it does not."""
+        if self.injects and self.optimizer == "adamw" and self.options.get("weight_rounding") == "nearest":
+            return PAID_BACK
         if self.injects and self.optimizer == "adamw" and self.states[1] != "factored":
             return CARRIED
         return SPEC if self.injects or self.states[1].startswith("log") else ""

@@ -147,7 +147,8 @@ def _exact(
     if rule.finish is not None:
         raw = tile.moved(rule.update(g, None, view, c._replace(clip=1.0)))  # type: ignore[arg-type]
         c = rule.finish(c, group, _rms(w), _rms(raw))
-    target, update = tile.advance(rule, c, g, w, m, view)
+    pays_back = compensated and rule.pays_back(weight.format, group["weight_rounding"])
+    target, update = tile.advance(rule, c, g, w, m, view, pays_back)
     moments, injected = {}, None
     if first in before.states and update.first is not None:
         moments[first] = update.first

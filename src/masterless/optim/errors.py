@@ -29,8 +29,8 @@ def warn_of_losses(optimizer: LowBitOptimizer, format: Format, group: dict[str, 
     """Warns of weights in a format that nearest rounding would keep from moving, or let lag far behind."""
     if group["weight_rounding"] != "nearest" or format.fine_bits >= 4:
         return
-    momentum = optimizer.momentum(group)
-    able = optimizer.rule(group, True).compensable and optimizer.has_momentum(group)
+    momentum, rule = optimizer.momentum(group), optimizer.rule(group, True)
+    able = rule.compensable and optimizer.has_momentum(group)
     if group["error_compensation"] is False or not able:
         warnings.warn(
             f"weights stored as '{format}' with weight_rounding='nearest' and no error compensation lose every "
@@ -38,11 +38,11 @@ def warn_of_losses(optimizer: LowBitOptimizer, format: Format, group: dict[str, 
             LossyUpdateWarning,
             stacklevel=6,
         )
-    elif format.bits <= 4 and momentum > 0.8:
+    elif format.bits <= 4 and momentum > 0.7 and not rule.pays_back(format, group["weight_rounding"]):
         warnings.warn(
             f"with weight_rounding='nearest' and a momentum of {momentum} the stored weight can lag "
             f"{1 / (2 * (1 - momentum)):.1f} quanta behind, and a quantum of '{format}' is large; use "
-            f"weight_rounding='stochastic', or a momentum of 0.8 or less",
+            f"weight_rounding='stochastic', or a momentum of about 0.35",
             LossyUpdateWarning,
             stacklevel=6,
         )

@@ -91,8 +91,8 @@ PRESETS: dict[str, Preset] = {
             betas=(0.53, 0.95),
             error_compensation=False,
         ),
-        # To nearest: the error, which is injected, is half as large as under stochastic rounding, and so is the quantum
-        # of the momentum that has to hold it. The momentum's own dither keeps weights from sticking.
+        # INT4 and INT6 to nearest: the error, which is injected, is half as large as under stochastic rounding, and so
+        # is the quantum of the momentum that has to hold it.
         _preset(
             "1-byte-int4",
             "int4",
@@ -127,6 +127,7 @@ PRESETS: dict[str, Preset] = {
             exp_avg="int4",
             exp_avg_sq="log2",
             betas=(0.7, 0.95),
+            weight_rounding="nearest",
         ),
         _preset(
             "1.8-byte",

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from masterless.formats import Format
 from masterless.formats.arithmetic import exact_sqrt
 from masterless.step.scalars import (
     Planned,
@@ -216,6 +217,10 @@ class Rule(NamedTuple):
     def compensable(self) -> bool:
         """Whether what rounding takes from a weight can be put into the first moment."""
         return not self.obstacle
+
+    def pays_back(self, weight: Format, rounding: str) -> bool:
+        """Whether a weight that is rounded so is paid back what its momentum holds of the errors (`tile.paid_back`)."""
+        return self.name == "adam_weight_units" and rounding == "nearest" and not weight.master
 
 
 _RESCALED = (

@@ -32,6 +32,8 @@ class Scalars(NamedTuple):
     clip: float = 1.0  # Adafactor: what update clipping leaves of the update
     inject: float = 0.0  # error compensation: u <- u + inject * e
     bias2_before: float = 0.0  # bias2 of the update before; 0 in the first, where there was none
+    reach: float = 0.0  # how large a momentum in units of the weight gets by gradients: what is beyond is errors ...
+    payback: float = 0.0  # ... of which the weight is owed this many times as much
 
 
 class Course(NamedTuple):
@@ -49,6 +51,7 @@ class Course(NamedTuple):
     beta2: float = 0.0  # bias2 = 1 / sqrt(1 - beta2^t)
     inside: bool = False  # the step size enters the momentum, which is in units of the weight ...
     share: float = 0.0  # ... and this is then the factor of error compensation
+    payback: float = 0.0  # ``b / (1 - b)``, of a rule whose steps are about as large as the learning rate
 
 
 def power(base: float, exponent: int) -> float:
@@ -76,7 +79,7 @@ def scalars_at(course: Course, lr: float, t1: int, t2: int) -> Scalars:
         eps=course.eps,
         bias2_before=1.0 / math.sqrt(1.0 - power(course.beta2, t2 - 1)) if t2 > 1 else 0.0,
     )
-    return _in_weight_units(c, course.share) if course.inside else c
+    return _in_weight_units(c, course.share, course.payback) if course.inside else c
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def _lost_share(persistence: float) -> float:
     return 1.0 - 1.0 / persistence if persistence > 0.0 else 0.0
 
 
-def _in_weight_units(c: Scalars, share: float) -> Scalars:
+def _in_weight_units(c: Scalars, share: float, payback: float = 0.0) -> Scalars:
     """The same step with its size inside the momentum, and `share` as the factor of error compensation.
 
     Where nothing moves nothing was lost, and what was lost before waits: u stays as it is.
@@ -104,7 +107,7 @@ def _in_weight_units(c: Scalars, share: float) -> Scalars:
         return c
     if c.step_size == 0.0:
         return c._replace(keep1=1.0, rate1=0.0, inject=0.0)
-    return c._replace(step_size=1.0, rate1=c.rate1 * c.step_size, inject=share)
+    return c._replace(step_size=1.0, rate1=c.rate1 * c.step_size, inject=share, reach=c.step_size, payback=payback)
 
 
 def _inside(course: Course) -> Course:
@@ -132,7 +135,8 @@ def adam_course(group: Mapping[str, Any]) -> Course:
 
 def adam_weight_course(group: Mapping[str, Any]) -> Course:
     """Of Adam in weight units."""
-    return _inside(adam_course(group)._replace(beta1=0.0))
+    beta1 = group["betas"][0]
+    return _inside(adam_course(group)._replace(beta1=0.0, payback=beta1 / (1.0 - beta1)))
 
 
 def rmsprop_course(group: Mapping[str, Any]) -> Course:

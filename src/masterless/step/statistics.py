@@ -76,7 +76,7 @@ def advance_rows(task: Task, known: Known, grad: Tensor, start: int, stop: int) 
     assert w is not None
     g = tile.descent_gradient(grad, w, known.scalars, task.maximize)
     m, second = tile.decoded(task.first, start, stop), second_moment(task, known, start, stop)
-    return tile.advance(task.rule, known.scalars, g, w, m, second)
+    return tile.advance(task.rule, known.scalars, g, w, m, second, task.pays_back)
 
 
 def second_moment(task: Task, known: Known, start: int, stop: int) -> SecondMoment | None:

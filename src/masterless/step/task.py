@@ -67,6 +67,11 @@ class Task:
         return [s for s in (self.weight, self.first, self.second) if s is not None]
 
     @property
+    def pays_back(self) -> bool:
+        """Whether the weight is paid back what its momentum holds of the errors of rounding it to nearest."""
+        return self.inject and self.rule.pays_back(self.weight.format, self.rounding["weight"])
+
+    @property
     def factored(self) -> bool:
         """Whether the second moment is row and column means."""
         return self.second is not None and self.second.format.kind == "factored"

@@ -38,11 +38,29 @@ def decoded(storage: Storage | None, start: int, stop: int) -> Tensor | None:
 
 
 def advance(
-    rule: Rule, c: Scalars, g: Tensor, w: Tensor, m: Tensor | None, second_moment: SecondMoment | None
+    rule: Rule,
+    c: Scalars,
+    g: Tensor,
+    w: Tensor,
+    m: Tensor | None,
+    second_moment: SecondMoment | None,
+    pays_back: bool = False,
 ) -> tuple[Tensor, Update]:
     """Where the weights should go, and the rule's update that says so."""
     update = rule.update(g, m, second_moment, c)  # type: ignore[arg-type]
-    return w * c.decay - moved(update) * c.step_size, update
+    target = w * c.decay - moved(update) * c.step_size
+    return paid_back(target, update, c) if pays_back and update.first is not None and c.payback else (target, update)
+
+
+def paid_back(target: Tensor, update: Update, c: Scalars) -> tuple[Tensor, Update]:
+    """What of a momentum is too large for one must be rounding errors: the weight gets it all, before it is rounded.
+
+    ``theta = W~ - k u`` stays. Without this, a weight that is rounded to nearest would not move before its errors make
+    u half a quantum, which is when it is ``1/(2(1-b))`` quanta behind.
+    """
+    assert update.first is not None
+    momentum = update.first.clamp(-c.reach, c.reach)
+    return target - (update.first - momentum) * c.payback, update._replace(first=momentum)
 
 
 def storable(moment: Tensor) -> Tensor:

@@ -157,6 +157,7 @@ class CpuBackend:
             record["indivisible"] = task.indivisible
             record["maximize"] = task.maximize
             record["inject_error"] = task.inject
+            record["pays_back"] = task.pays_back
             record["grad_is_bf16"] = task.grad.dtype == torch.bfloat16
             for field, purpose in (("weight", "weight"), ("first", "exp_avg"), ("second", "exp_avg_sq")):
                 record[f"{field}_rounding"] = known.roundings[task.rounding[purpose]]

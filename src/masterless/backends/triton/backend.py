@@ -217,6 +217,7 @@ def _bare(rule: str) -> Step:
         first=_NOTHING,
         second=_NOTHING,
         inject=False,
+        pays_back=False,
         maximize=False,
         grad_bf16=False,
         l2=False,

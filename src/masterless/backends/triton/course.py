@@ -36,6 +36,7 @@ _BETA1 = tl.constexpr(Course._fields.index("beta1"))
 _BETA2 = tl.constexpr(Course._fields.index("beta2"))
 _INSIDE = tl.constexpr(Course._fields.index("inside"))
 _SHARE = tl.constexpr(Course._fields.index("share"))
+_PAYBACK = tl.constexpr(Course._fields.index("payback"))
 
 
 @triton.jit
@@ -96,6 +97,8 @@ def course_kernel(records, table, courses, rates, which, counters, streams, grad
     inside = (tl.load(course + _INSIDE) != 0.0) & (keep1 != 0.0)
     moves = size != 0.0
     inject = tl.where(inside & moves, tl.load(course + _SHARE), 0.0)
+    reach = tl.where(inside, size, 0.0)
+    payback = tl.where(inside & moves, tl.load(course + _PAYBACK), 0.0)
     keep1 = tl.where(inside & ~moves, 1.0, keep1)
     rate1 = tl.where(inside, tl.where(moves, rate1 * size, 0.0), rate1)
     size = tl.where(inside & moves, 1.0, size)
@@ -111,6 +114,8 @@ def course_kernel(records, table, courses, rates, which, counters, streams, grad
     tl.store(out + 9, 1.0)
     odd = _put(out, 10, inject, odd)
     odd = _put(out, 11, before, odd)
+    odd = _put(out, 12, reach, odd)
+    odd = _put(out, 13, payback, odd)
     tl.store(out + MOVES, tl.where((size == 0.0) & (decay == 1.0), 0.0, 1.0))
     if odd:
         tl.atomic_max(stop, 1)

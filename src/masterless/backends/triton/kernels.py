@@ -142,7 +142,7 @@ def decode_two_bits(s, geometry, c, STEP: tl.constexpr):
 def advance(record, w_at, m_at, v_at, g, geometry, cols, c, STEP: tl.constexpr):
     """Where the weights should go, and the new moments."""
     w = g
-    if STEP.l2:  # otherwise it is decoded when it is needed: until then its codes take fewer registers
+    if not STEP.decodes_late:
         w = codecs.decode(w_at, geometry, cols, STEP.weight, STEP, False)
     g = descent_gradient(g, w, c, STEP)
     m, v, before = g, g, None
@@ -153,9 +153,14 @@ def advance(record, w_at, m_at, v_at, g, geometry, cols, c, STEP: tl.constexpr):
     elif STEP.second.kind != "none":
         v = decode_second(record, v_at, geometry, cols, STEP)
     m, v, moved = update(g, m, v, before, c, STEP)
-    if not STEP.l2:
+    if STEP.decodes_late:
         w = codecs.decode(w_at, geometry, cols, STEP.weight, STEP, False)
-    return w * c[1] - moved * c[0], m, v
+    target = w * c[1] - moved * c[0]
+    if STEP.pays_back:  # `tile.paid_back`
+        momentum = tl.minimum(tl.maximum(m, -c[12]), c[12])
+        target = target - (m - momentum) * c[13]
+        m = momentum
+    return target, m, v
 
 
 @triton.jit
@@ -284,7 +289,7 @@ def step_tiles(record, found, place, cols, c, STEP: tl.constexpr):
         m = m + (target - kept) * c[10]
     m, v = storable(m, STEP.first), storable(v, STEP.second)
     tl.debug_barrier()
-    moves = unless_zero(allowed, c[12])
+    moves = unless_zero(allowed, c[14])
     codecs.store(w_at, target, codes, word, geometry, moves, cols, STEP.weight, STEP)
     store_metadata(w_at, scale, geometry, moves, cols, STEP.weight, STEP)
     if STEP.first.stored:

@@ -139,7 +139,7 @@ def _store_row(record, place, pieces, peak, of_first, of_second, cols, c, STEP: 
         scale, codes, m, word = _rounded(record, geometry, target, m, peak, cols, c, STEP)
         v = storable(v, STEP.second)
         tl.debug_barrier()
-        moves = unless_zero(geometry[3], c[12])
+        moves = unless_zero(geometry[3], c[14])
         codecs.store(w_at, target, codes, word, geometry, moves, cols, STEP.weight, STEP)
         if STEP.weight.block != 0:
             store_metadata(w_at, scale, geometry, moves, cols, STEP.weight, STEP)
@@ -162,7 +162,7 @@ def _store_row(record, place, pieces, peak, of_first, of_second, cols, c, STEP: 
         held = codecs.load_scale(w_at, geometry, STEP.weight)
         scale = next_scale(from_bits(peak), held, 1.0, STEP.weight, STEP.held)
         tl.debug_barrier()
-        store_metadata(w_at, scale, geometry, unless_zero(geometry[3], c[12]), cols, STEP.weight, STEP)
+        store_metadata(w_at, scale, geometry, unless_zero(geometry[3], c[14]), cols, STEP.weight, STEP)
     if STEP.first.block == 0 and STEP.first.stored:
         stays = geometry[3]
         if STEP.weight_units:

@@ -31,6 +31,8 @@ def numbers(p):
         tl.load(p + 10),
         tl.load(p + 11),
         tl.load(p + 12),
+        tl.load(p + 13),
+        tl.load(p + 14),
     )
 
 

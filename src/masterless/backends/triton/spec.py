@@ -153,6 +153,7 @@ class Step(_Constant):
         first: and the first moment.
         second: and the second moment.
         inject: whether what rounding takes from the weight enters the first moment.
+        pays_back: whether the weight gets what of the first moment is too large for a momentum.
         maximize: whether the gradient is ascended.
         grad_bf16: whether the gradient is bf16 and not fp32.
         l2: whether there is coupled weight decay.
@@ -173,6 +174,7 @@ class Step(_Constant):
     first: Codec
     second: Codec
     inject: bool
+    pays_back: bool
     maximize: bool
     grad_bf16: bool
     l2: bool
@@ -200,6 +202,11 @@ class Step(_Constant):
         """Whether few registers do: what presets use."""
         usual = self.weight.kind == "minifloat" and self.weight.block not in SHORT and not self.weight.master
         return self.rule != "adabelief" and (usual or self.weight.lean) and self.first.lean and self.second.lean
+
+    @property
+    def decodes_late(self) -> bool:
+        """Whether the weight is decoded after the rule: until then its codes take fewer registers."""
+        return self.lean and not self.l2
 
     @property
     def wide(self) -> bool:
@@ -298,6 +305,7 @@ def step_of(task: Task) -> Step:
         rule=task.rule.name,
         **codecs,
         inject=task.inject and codecs["first"].stored,
+        pays_back=task.pays_back and codecs["first"].stored,
         maximize=task.maximize,
         grad_bf16=task.grad.dtype == torch.bfloat16,
         l2=False,
