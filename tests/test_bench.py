@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -215,14 +216,18 @@ def test_a_step_takes_no_more_extra_memory_than_a_mebibyte_a_thread():
         assert point.extra_bytes is None or point.extra_bytes <= 2 * 2**20
 
 
-def most_seen(call):
+def sees(call, expected):
     """The system may drop pages of mapped files from a process in the middle of a call, which hides what it takes."""
-    return max(growth.extra_memory(call) for _ in range(5))
+    for _ in range(40):
+        if growth.extra_memory(call) >= 0.98 * expected:  # Linux counts resident pages in batches
+            return True
+        time.sleep(0.1)  # it drops many at a time, then none for a while
+    return False
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux")
 def test_extra_memory_sees_what_a_call_takes_and_gives_back():
-    assert most_seen(lambda: torch.ones(1 << 24).sum()) >= 0.98 * (1 << 26)  # Linux counts resident pages in batches
+    assert sees(lambda: torch.ones(1 << 24).sum(), 1 << 26)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux")
@@ -240,7 +245,7 @@ def test_garbage_of_others_does_not_hide_what_a_call_takes():
     gc.disable()
     try:
         Node()
-        assert most_seen(call) >= 0.98 * (1 << 26)
+        assert sees(call, 1 << 26)
     finally:
         gc.enable()
 
