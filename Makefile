@@ -88,6 +88,7 @@ seven-billion: setup       ## 1.1, 7 and 8 billion parameters trained in full, p
 	$(SEVEN) --model llama-2-7b --preset 1.3-byte --steps 4
 	$(SEVEN) --model llama-2-7b --preset 1-byte --steps 2
 	$(SEVEN) --model llama-3-8b --preset 1.3-byte --steps 2
+	$(SEVEN) --model moe-12b --preset 1-byte-int4 --steps 3
 	$(BIN)/python benchmarks/loading_memory.py --out benchmarks/results/big_models.jsonl
 
 lint: setup                ## ruff and mypy

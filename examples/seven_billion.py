@@ -36,6 +36,7 @@ MODELS = {
     "tiny": LlamaConfig(512, 256, 768, 4, 4, 2, 64),
     "tinyllama-1.1b": LlamaConfig(32_000, 2048, 5632, 22, 32, 4, 64),
     "llama-2-7b": LlamaConfig(32_000, 4096, 11_008, 32, 32, 32, 128),
+    "moe-12b": LlamaConfig(32_000, 2048, 5632, 22, 32, 4, 64, num_local_experts=16),
     "llama-3-8b": LlamaConfig(128_256, 4096, 14_336, 32, 32, 8, 128, rope_theta=500_000.0),
 }
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}

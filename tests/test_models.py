@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from masterless.lab.models import GPT, GPTConfig, MixtureOfExperts, balance_loss
+import masterless as ml
+from masterless.lab.models import GPT, GPTConfig, Llama, LlamaConfig, MixtureOfExperts, balance_loss
 from masterless.lab.models.gpt import rotary_angles, rotate
 
 TINY = GPTConfig(vocab_size=37, n_layer=2, n_head=2, d_model=16, seq_len=12)
@@ -248,3 +249,35 @@ def test_model_errors():
         model.generate(torch.zeros(1, 0, dtype=torch.long), 1)
     with pytest.raises(ValueError, match="temperature=-1"):
         model.generate(torch.zeros(1, 1, dtype=torch.long), 1, temperature=-1)
+
+
+@pytest.mark.parametrize("per_token", [1, 2])
+def test_experts_of_a_llama_equal_a_loop_over_tokens(per_token):
+    config = LlamaConfig(64, 32, 48, 1, 2, 2, 16, num_local_experts=4, num_experts_per_tok=per_token)
+    layer = Llama(config, torch.Generator().manual_seed(0)).model.layers[0].mlp
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
+    expected = torch.zeros_like(x)
+    for at in [(i, j) for i in range(2) for j in range(5)]:
+        chances = layer.gate(x[at]).softmax(-1)
+        best = chances.topk(per_token).indices
+        for expert in best:
+            expected[at] += layer.experts[expert](x[at]) * chances[expert] / chances[best].sum()
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_quantized_experts_of_a_llama_train_and_those_that_nobody_visits_stay():
+    config = LlamaConfig(64, 32, 48, 1, 2, 2, 16, num_local_experts=8, num_experts_per_tok=1)
+    model, report = ml.build_quantized(lambda: Llama(config, torch.Generator().manual_seed(0)), "int4")
+    assert len([d for d in report.decisions if "experts" in d.name and d.format == "int4"]) == 3 * 8
+    optimizer = ml.prepare(model, "1-byte-int4", 1e-2)
+    ml.step_in_backward(model, optimizer)
+    ids = torch.randint(0, 64, (1, 6), generator=torch.Generator().manual_seed(2))
+    experts = model.model.layers[0].mlp.experts
+    before = [expert.up_proj.weight.dequantize() for expert in experts]
+    losses = []
+    for _ in range(12):
+        loss = model(ids, ids)
+        loss.backward()
+        losses.append(loss.item())
+    moved = [not torch.equal(w, e.up_proj.weight.dequantize()) for w, e in zip(before, experts, strict=True)]
+    assert losses[-1] < losses[0] and any(moved) and not all(moved)

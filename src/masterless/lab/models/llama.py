@@ -37,6 +37,8 @@ class LlamaConfig:
     qk_norm: bool = False
     initializer_range: float = 0.02
     sliding_window: int | None = None
+    num_local_experts: int = 0  # feed-forward layers to choose from, by token; 0: one for all
+    num_experts_per_tok: int = 2
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> LlamaConfig:
@@ -125,6 +127,28 @@ class MLP(nn.Module):
         return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
+class SparseMLP(nn.Module):
+    """Experts, of which every token visits its best few; those that nobody visits are neither decoded nor stepped."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.visited = config.num_experts_per_tok
+        self.gate = Linear(config.hidden_size, config.num_local_experts)
+        self.experts = nn.ModuleList(MLP(config) for _ in range(config.num_local_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of each position by itself."""
+        tokens = x.flatten(0, -2)
+        shares, chosen = self.gate(tokens).float().softmax(-1).topk(self.visited)
+        shares = (shares / shares.sum(-1, keepdim=True)).to(x.dtype)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            row, place = (chosen == number).nonzero(as_tuple=True)
+            if len(row):
+                out = out.index_add(0, row, expert(tokens[row]) * shares[row, place, None])
+        return out.view_as(x)
+
+
 class Layer(nn.Module):
     """Attention and feed-forward layer, each on the normalised stream."""
 
@@ -133,7 +157,7 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = SparseMLP(config) if config.num_local_experts else MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The new residual stream."""
