@@ -113,8 +113,11 @@ def test_a_preset_for_pretraining_warns_on_a_pretrained_model(tmp_path):
         ml.prepare(reload(tmp_path), "1.3-byte-int4")
     with pytest.warns(ml.LossyUpdateWarning, match=r"to 4 bits, to nearest.*calibrate_\(model, batches, 'int4\+4'\)"):
         ml.prepare(reload(tmp_path), "2-byte-int4")
+    with pytest.warns(ml.LossyUpdateWarning, match=r"hardly move; pass weight_rounding='stochastic', or choose"):
+        ml.prepare(reload(tmp_path), "1.3-byte")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        ml.prepare(reload(tmp_path), "1.3-byte", weight_rounding="stochastic")
         ml.prepare(reload(tmp_path), "2-byte")
         ml.prepare(llama(), "1.3-byte-int4")
         calibrated = reload(tmp_path)

@@ -97,6 +97,7 @@ PRESETS: dict[str, Preset] = {
             "1-byte-int4",
             "int4",
             "INT4 weights, 4-bit first moment, factored second",
+            from_pretrained=False,  # at a small learning rate weights to nearest hardly move
             exp_avg="int4",
             exp_avg_sq="factored",
             betas=(0.8, 0.95),
@@ -106,6 +107,7 @@ PRESETS: dict[str, Preset] = {
             "1.3-byte",
             "int6",
             "INT6 weights, 4-bit first moment, factored second",
+            from_pretrained=False,  # at a small learning rate weights to nearest hardly move
             exp_avg="int4",
             exp_avg_sq="factored",
             betas=(0.7, 0.95),
@@ -124,6 +126,7 @@ PRESETS: dict[str, Preset] = {
             "1.6-byte",
             "int6",
             "INT6 weights, 4-bit first moment, 2-bit second",
+            from_pretrained=False,  # at a small learning rate weights to nearest hardly move
             exp_avg="int4",
             exp_avg_sq="log2",
             betas=(0.7, 0.95),
@@ -211,7 +214,7 @@ def prepare(
     _refuse_dtypes(model)
     _refuse_other_formats(model, chosen, whole_model)
     _rehearse(chosen, lr, options)
-    _warn_of_pretrained(model, chosen)
+    _warn_of_pretrained(model, chosen, options)
     report = QuantizationReport()
     already = any(isinstance(local_of(p), QuantizedTensor) for p in model.parameters())
     if chosen.weights is not None and not already:
@@ -269,13 +272,18 @@ def _refuse_other_formats(model: nn.Module, preset: Preset, whole_model: bool) -
             )
 
 
-def _warn_of_pretrained(model: nn.Module, preset: Preset) -> None:
+def _warn_of_pretrained(model: nn.Module, preset: Preset, options: Mapping[str, Any]) -> None:
     source = getattr(getattr(model, "config", None), "name_or_path", "")
-    if source and not preset.from_pretrained:
+    mended = preset.options.get("weight_rounding") == "nearest" != options.get("weight_rounding")
+    if source and not preset.from_pretrained and not mended:
         better = ", ".join(p.name for p in PRESETS.values() if p.from_pretrained and p.weights is not None)
+        reason, remedy = "what the forward pass sees of weights rounded that way is too far from them", "choose"
+        if preset.options.get("weight_rounding") == "nearest":
+            reason = "learning rates of fine-tuning are far below a quantum, and weights rounded to nearest hardly move"
+            remedy = "pass weight_rounding='stochastic', or choose"
         warnings.warn(
-            f"preset {preset.name!r} is for training from scratch and this model comes from {source!r}: what the "
-            f"forward pass sees of weights rounded that way is too far from them; choose one of {better}",
+            f"preset {preset.name!r} is for training from scratch and this model comes from {source!r}: {reason}; "
+            f"{remedy} one of {better}",
             LossyUpdateWarning,
             stacklevel=3,
         )
