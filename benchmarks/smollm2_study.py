@@ -16,6 +16,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from jobs import Job, Row, command
 
@@ -29,8 +30,22 @@ START = {"steps": 0, "evaluate": "start"}
 MEMORY = {"steps": 4, "evaluate": "none", "return_memory": True}
 FP32, TWO = {"preset": "fp32"}, {"preset": "2-byte"}
 INT4 = {"preset": "2.1-byte-int4-32", "calibrate": True}  # groups of 32, as servers like it, after GPTQ
-OTHERS: list[Job] = [{"preset": name} for name in ("1.8-byte", "1.6-byte", "1.3-byte", "1-byte")]
-OTHERS += [{"preset": name, "calibrate": True} for name in PRESETS if name.endswith("int4")]
+
+
+def _suited(name: str) -> Job:
+    """A preset as `prepare` advises for trained weights: calibrated if INT4 is seen, rounded stochastically."""
+    preset = PRESETS[name]
+    job: Job = {"preset": name}
+    if preset.weights is not None and preset.weights.startswith("int4"):
+        job["calibrate"] = True
+    if preset.options.get("weight_rounding") == "nearest":
+        job["weight_rounding"] = "stochastic"
+    return job
+
+
+EIGHT_BIT = [_suited(name) for name in ("1.8-byte", "1.6-byte", "1.3-byte", "1-byte")]
+FOUR_BIT = [_suited(name) for name in PRESETS if name.endswith("int4")]
+OTHERS = [*EIGHT_BIT, *FOUR_BIT]
 LEAN = {"step_in_backward": True}
 LEANER = {**LEAN, "gradient_checkpointing": True}
 
@@ -39,7 +54,10 @@ def jobs() -> list[Job]:
     """What decides comes first: fp32, an 8-bit and an INT4 recipe on two seeds, starts, memory, presets, rates."""
     runs = [(options, 1.4e-4, seed) for seed in (0, 1) for options in (INT4, FP32, TWO)]
     runs += [(options, lr, 0) for options in (INT4, FP32, TWO) for lr in (2.8e-4, 7e-5)]
-    runs += [(options, 1.4e-4, seed) for seed in (0, 1) for options in OTHERS]
+    runs += [(options, 1.4e-4, 0) for options in OTHERS]
+    runs += [(options, 2.8e-4, 0) for options in OTHERS]
+    runs += [(options, 1.4e-4, 1) for options in OTHERS]
+    runs += [(options, 7e-5, 0) for options in OTHERS]
     runs += [(options, lr, 1) for options in (INT4, FP32, TWO) for lr in (2.8e-4, 7e-5)]
     trained: list[Job] = [{**options, "lr": lr, "seed": seed, **TRAIN} for options, lr, seed in runs]
     starts: list[Job] = [{**FP32, **START}, {**INT4, **START}]
@@ -65,13 +83,23 @@ def run(job: Job) -> Row:
     return {**json.loads(done.stdout.splitlines()[-1]), "python": platform.python_version()}
 
 
-def _recipe(row: Row) -> tuple[str, str | None, bool]:
-    return row["preset"], row.get("weights"), row.get("calibrate", False)
+class Recipe(NamedTuple):
+    """What distinguishes the runs of a table besides the learning rate and the seed."""
+
+    preset: str
+    weights: str | None = None
+    calibrated: bool = False
+    rounding: str | None = None
+
+    def __str__(self) -> str:
+        more = [f"weights `{self.weights}`"] if self.weights else []
+        more += ["calibrated"] if self.calibrated else []
+        more += [f"weights rounded {self.rounding}ally"] if self.rounding == "stochastic" else []
+        return ", ".join([f"`{self.preset}`", *more])
 
 
-def _label(recipe: tuple[str, str | None, bool]) -> str:
-    preset, weights, calibrated = recipe
-    return f"`{preset}`" + (f", weights `{weights}`" if weights else "") + (", calibrated" if calibrated else "")
+def _recipe(row: Row) -> Recipe:
+    return Recipe(row["preset"], row.get("weights"), row.get("calibrate", False), row.get("weight_rounding"))
 
 
 def losses_table(rows: list[Row]) -> str:
@@ -81,20 +109,20 @@ def losses_table(rows: list[Row]) -> str:
         return "(not run yet)"
     rates = sorted({row["lr"] for row in trained})
     seeds = sorted({row["seed"] for row in trained})
-    found: dict[tuple[str, str | None, bool], dict[tuple[int, float], float]] = {}
+    found: dict[Recipe, dict[tuple[int, float], float]] = {}
     for row in trained:
         found.setdefault(_recipe(row), {})[row["seed"], row["lr"]] = row["loss"]
     best = {
         recipe: {seed: min((loss, lr) for (s, lr), loss in own.items() if s == seed)[0] for seed, _ in own}
         for recipe, own in found.items()
     }
-    fp32 = best.get(("fp32", None, False), {})
+    fp32 = best.get(Recipe("fp32"), {})
     heads = [f"lr {lr:g}, seed {seed}" for seed in seeds for lr in rates]
     lines = [f"| run | {' | '.join(heads)} | gap to fp32 |", "|---" * (len(heads) + 2) + "|"]
     for recipe, own in found.items():
         cells = [f"{own[seed, lr]:.4f}" if (seed, lr) in own else "" for seed in seeds for lr in rates]
         gaps = [f"{100 * (best[recipe][seed] / fp32[seed] - 1):+.2f}%" for seed in best[recipe] if seed in fp32]
-        lines.append(f"| {_label(recipe)} | {' | '.join(cells)} | {', '.join(gaps)} |")
+        lines.append(f"| {recipe} | {' | '.join(cells)} | {', '.join(gaps)} |")
     return "\n".join(_without_empty_columns(lines))
 
 
@@ -108,13 +136,13 @@ def _without_empty_columns(lines: list[str]) -> list[str]:
 def jump_table(rows: list[Row]) -> str:
     """What quantizing alone costs, rounded to nearest and calibrated."""
     starts = {_recipe(row): row["start"] for row in rows if "start" in row}
-    dense = starts.get(("fp32", None, False))
+    dense = starts.get(Recipe("fp32"))
     if dense is None:
         return "(not run yet)"
     lines = [f"| format (dense: {dense:.4f} nats per token) | nearest | `calibrate_` |", "|---|---|---|"]
     for format in ("int8", "fp8", "int4", "int4:32", "int4+2", "int4+4"):
-        nearest = starts.get(("2-byte", format, False))
-        better = starts.get(("2-byte", format, True), starts.get(_recipe(INT4)) if format == "int4:32" else None)
+        nearest = starts.get(Recipe("2-byte", format))
+        better = starts.get(Recipe("2-byte", format, True), starts.get(_recipe(INT4)) if format == "int4:32" else None)
         cells = [f"{loss - dense:+.4f}" if loss is not None else "" for loss in (nearest, better)]
         lines.append(f"| `{format}` | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -132,7 +160,7 @@ def memory_table(rows: list[Row]) -> str:
     for row in measured:
         switches = ("yes" if row.get(name) else "" for name in ("step_in_backward", "gradient_checkpointing"))
         figures = (f"{row['stored'] / 1e6:.0f}", f"{row['peak'] / 1e6:.0f}", f"{row['seconds']:.2f}")
-        lines.append(f"| {' | '.join((_label(_recipe(row)), *switches, *figures))} |")
+        lines.append(f"| {' | '.join((str(_recipe(row)), *switches, *figures))} |")
     return "\n".join(lines)
 
 

@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--return-memory", action="store_true", help="give freed memory back to the system at once")
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--beta1", type=float, help="another momentum than the preset's")
+    parser.add_argument("--weight-rounding", choices=["stochastic", "nearest"], help="another one than the preset's")
     parser.add_argument("--steps", type=int, default=32, help="0 to see the start only")
     parser.add_argument("--tokens", type=int, default=128, help="per step, one sequence")
     parser.add_argument("--evaluate", default="both", choices=["both", "start", "end", "none"])
@@ -134,6 +135,8 @@ def main() -> None:
     options = dict(preset.options)
     if arguments.beta1 is not None:
         options["betas"] = (arguments.beta1, options["betas"][1])
+    if arguments.weight_rounding is not None:
+        options["weight_rounding"] = arguments.weight_rounding
     optimizer = ml.AdamW(model.named_parameters(), lr=arguments.lr, weight_decay=0.0, seed=arguments.seed, **options)
     schedule = get_linear_schedule_with_warmup(optimizer, max(1, arguments.steps // 10), arguments.steps)
     if arguments.step_in_backward:

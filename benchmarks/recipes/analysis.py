@@ -110,7 +110,7 @@ def describe(cell: Cell, rows: Mapping[str, Row]) -> Summary | None:
         lr=lr,
         losses=losses,
         sweep={lr: None if math.isinf(loss) else loss for lr, loss in sweep.items()},
-        complete=best is not None and set(cell.seeds) <= set(losses),
+        complete=best is not None and cell.growth > 0 and set(cell.seeds) <= set(losses),
     )
 
 

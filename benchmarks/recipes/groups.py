@@ -116,12 +116,19 @@ def injected() -> list[Recipe]:
     return [recipe(f"{f}, injected", f) for f in ("int8", "fp8", "int4", "int4+4", "int6", "int4+2")]
 
 
+def nearest(base: Recipe) -> Recipe:
+    """The same recipe with weights rounded to nearest."""
+    return replace(base, label=f"{base.label}, nearest", options={**base.options, **NEAREST})
+
+
+def deciding() -> list[Recipe]:
+    """What presets and sentences rest on: fp32, the presets by falling bytes, INT4 with master weights."""
+    ours = [TWO, EIGHTEEN, nearest(FIFTEEN), nearest(THIRTEEN), nearest(ONE_INT4)]
+    return [full(0.8), *ours, INT4_QAT_SHORT, TWO_INT4]
+
+
 def nearest_weights() -> list[Recipe]:
     """Weights rounded to nearest, the error injected: half to a third of the noise that the forward pass sees."""
-
-    def nearest(base: Recipe) -> Recipe:
-        return replace(base, label=f"{base.label}, nearest", options={**base.options, **NEAREST})
-
     int4_log2 = recipe("int4, int4 m .7, log2 v", "int4", "int4", "log2", SHORT)
     more = [
         recipe("int4, int4 m .7, factored v", "int4", "int4", "factored", SHORT),
@@ -276,56 +283,63 @@ def cells() -> list[Cell]:
     dithers = [(0, None, dither) for dither in (101, 102, 103, 104)]
     orders = [(0, order, None) for order in (101, 102, 103, 104)]
     pairs = ((full(), orders), (INT8_DROP, dithers), (TWO, dithers))
-    deciding = [full(), full(0.8), TWO, EIGHTEEN, FIFTEEN, THIRTEEN, ONE, INT4_QAT, INT4_QAT_SHORT, TWO_INT4]
+    earlier = [full(), full(0.8), TWO, EIGHTEEN, FIFTEEN, THIRTEEN, ONE, INT4_QAT, INT4_QAT_SHORT, TWO_INT4]
     middle: Options = {"sweep": (0,), "seeds": range(4)}
+    few: Options = {"sweep": (0,), "seeds": range(3)}  # of explanations: three seeds tell one percent
+    # What presets were chosen by.
     found = _grid("candidates", [full()], (MIDDLE,), sweep=(0, 1), seeds=range(4))
-    found += _grid("candidates", deciding[1:3], (MIDDLE,), **middle, lrs=(2e-3, 4e-3, 8e-3))
-    found += _grid("candidates", [full(), full(0.8), full(SHORT), *deciding[2:]], (SMALL,), **SMALL_SEEDS)
-    found += _grid("candidates", [full(SHORT), *deciding[3:]], (MIDDLE,), **middle, lrs=(2e-3, 4e-3, 8e-3))
+    found += _grid("candidates", earlier[1:3], (MIDDLE,), **middle, lrs=(2e-3, 4e-3, 8e-3))
+    found += _grid("candidates", [full(), full(0.8), full(SHORT), *earlier[2:]], (SMALL,), **SMALL_SEEDS)
     found += _grid("candidates", [ONE_INT4, THIRTEEN_INT4, *late_int4()[:2]], (SMALL,), **SMALL_SEEDS)
-    found += _grid("candidates", [full(0.8), TWO], (LARGE,), sweep=(0,), seeds=(0,), lrs=(4e-3,))
     found += _grid("candidates", [*candidates()[:4], *candidates()[5:8], *candidates()[10:12]], (SMALL,), **SMALL_SEEDS)
     found += [Cell("noise", r, SMALL, extra=extra) for r, extra in pairs]
-    found += _grid("weights", injected()[:1], (MIDDLE,), sweep=(0, 1), seeds=range(4))
-    found += _grid("moments", [*first_moments()[:1], *log_moments()[:1]], (MIDDLE,), sweep=(0, 1), seeds=range(4))
-    # What injection needs, an average of gradients that are divided already (LaProp), costs by itself at 150k.
-    units = [UPDATE_UNITS, TWO_LONG, *TWO_BETAS, with_betas(full(), 0.9, 0.99)]
-    found += _grid("units", units, (MIDDLE,), sweep=(0,), seeds=range(2), lrs=(4e-3,))
-    found += _grid("candidates", [TWO_FINE], (MIDDLE,), sweep=(0, 1), seeds=range(4))
     found += _grid("one byte", one_byte(), (SMALL,), **SMALL_SEEDS)
     found += _grid("nearest", nearest_weights()[2::-1], (SMALL,), sweep=(0,), seeds=range(6), lrs=(16e-3, 32e-3))
     found += _grid("nearest", nearest_weights()[2::-1], (MIDDLE,), sweep=(0,), seeds=range(2), lrs=(4e-3, 8e-3))
-    found += _grid("nearest", nearest_weights()[3:], (SMALL,), sweep=(0,), seeds=range(3), lrs=(16e-3,))
-    found += _grid("nearest", nearest_weights()[:3], (MIDDLE,), sweep=(0,), seeds=range(4), lrs=(4e-3, 8e-3))
-    found += _grid("late int4", late_int4()[:4], (SMALL,), **SMALL_SEEDS)
-    found += _grid("candidates", deciding, (MIDDLE,), sweep=(0, 1), seeds=range(4))
-    found += _grid("weights", [*forward_formats()[:3], *dropped()[:3], *injected()[:4]], (SMALL,), **SMALL_SEEDS)
-    found += _grid("moments", [*first_moments(), *second_moments(), *log_moments()], (SMALL,), **SMALL_SEEDS)
-    found += _grid("candidates", deciding, (MIDDLE,), sweep=(0, 1), seeds=range(8))
-    found += _grid("late int4", late_int4(), (SMALL, MIDDLE), **middle)
-    found += _grid("fp32", [full(b) for b in BETAS], (SMALL, MIDDLE), **middle)
-    found += _grid("large", deciding, (LARGE,), sweep=(0,), seeds=(0, 1))
-    found += _grid("long", deciding, (SMALL_LONG,), **middle)
-    found += _grid("presets", presets(), (SMALL, MIDDLE), **middle)
-    found += _grid("candidates", candidates(), (SMALL, MIDDLE), **middle)
-    found += _grid("eco", eco(), (SMALL, SMALL_LONG), sweep=(0, 1), seeds=(0, 1))
-    found += _grid("prose", deciding, (replace(SMALL, corpus="prose"), replace(MIDDLE, corpus="prose")), **middle)
-    found += _grid("batch", deciding, (replace(MIDDLE, batch_tokens=8192),), **middle)
-    found += _grid("weights", [*forward_formats(), *dropped(), *injected()], (SMALL, MIDDLE), **middle)
-    found += _grid("moments", [*first_moments(), *second_moments(), *log_moments()], (MIDDLE,), **middle)
-    found += _grid("long", deciding, (MIDDLE_LONG,), sweep=(0,), seeds=(0, 1))
     # Muon's best learning rate stands out by 3% at 37k@20: one seed finds it.
     found += _grid("muon", muons()[:4], (SMALL,), sweep=(0,), lrs=MUON_LRS)
-    found += _grid("muon", [full(), TWO], (SMALL,))
     best = [r for r in muons() if r.label in ("Muon fp32, mu .8", "Muon int8, int4:32 m .8")]
     found += _grid("muon", best, (SMALL,), sweep=(0,), seeds=range(6), lrs=(32e-3, 64e-3))
     found += _grid("muon", muons_in_small_groups(), (SMALL,), sweep=(0,), lrs=(32e-3, 64e-3))
+    found += _grid("nearest", nearest_weights()[3:], (SMALL,), **few, lrs=(16e-3,))
+    # The largest size, at the learning rate that its neighbour's suggest.
+    large = [full(0.8), nearest(FIFTEEN), TWO, nearest(ONE_INT4)]
+    found += _grid("large", large[:3], (LARGE,), sweep=(0,), seeds=(0,), lrs=(4e-3,), growth=0)
+    # What explains presets: one thing quantized at a time.
+    found += _grid("weights", [*forward_formats()[:3], *dropped()[:3], *injected()[:4]], (SMALL,), **few, lrs=(16e-3,))
+    found += _grid("moments", [*first_moments(), *second_moments(), *log_moments()], (SMALL,), **few, lrs=(16e-3,))
+    # What widens them: more tokens, another text, larger steps.
+    found += _grid("long", deciding(), (SMALL_LONG,), sweep=(0,), seeds=(0, 1), lrs=(8e-3,))
+    found += _grid("prose", deciding(), (replace(SMALL, corpus="prose"),), **few, lrs=(16e-3,))
+    found += _grid("batch", large, (replace(MIDDLE, batch_tokens=8192),), sweep=(0,), seeds=(0, 1), lrs=(8e-3,))
+    found += _grid("eco", eco(), (SMALL,), sweep=(0,), seeds=(0, 1), lrs=(16e-3,))
+    found += _grid("large", large, (LARGE,), sweep=(0,), seeds=(0, 1), lrs=(2e-3, 4e-3))
+    found += _grid("nearest", nearest_weights()[:3], (MIDDLE,), sweep=(0,), seeds=range(4), lrs=(4e-3, 8e-3))
+    found += _grid("candidates", [full(SHORT), *earlier[3:]], (MIDDLE,), **middle, lrs=(2e-3, 4e-3, 8e-3))
+    found += _grid("muon", muons()[:6], (MIDDLE,), sweep=(0,), lrs=(8e-3, 16e-3, 32e-3))
+    found += _grid("lion", lions(), (SMALL,), sweep=(0,), lrs=(1e-3, 2e-3, 4e-3))
+    found += _grid("muon", [full(), TWO], (SMALL,))
     found += _grid("muon", [muons()[4], *muons()[15:]], (SMALL,), sweep=(0,), lrs=(32e-3, 64e-3))
     found += _grid("muon", muons()[4:8], (SMALL,), sweep=(0,), lrs=MUON_LRS)
-    found += _grid("lion", lions(), (SMALL,), sweep=(0,), lrs=(1e-3, 2e-3, 4e-3))
-    found += _grid("muon", muons(), (SMALL,), sweep=(0,), seeds=range(4), lrs=MUON_LRS)
-    found += _grid("muon", muons()[:6], (MIDDLE,), sweep=(0,), lrs=(8e-3, 16e-3, 32e-3))
     found += _grid("muon", [full(), TWO], (MIDDLE,), sweep=(0,))
+    # What injection needs, an average of gradients that are divided already (LaProp), costs by itself at 150k.
+    units = [UPDATE_UNITS, TWO_LONG, *TWO_BETAS, with_betas(full(), 0.9, 0.99)]
+    found += _grid("units", units, (MIDDLE,), sweep=(0,), seeds=range(2), lrs=(4e-3,))
+    found += _grid("weights", injected()[:1], (MIDDLE,), sweep=(0, 1), seeds=range(4))
+    found += _grid("moments", [*first_moments()[:1], *log_moments()[:1]], (MIDDLE,), sweep=(0, 1), seeds=range(4))
+    # With time: more seeds, more sizes, more tokens.
+    found += _grid("candidates", deciding(), (MIDDLE,), sweep=(0, 1), seeds=range(8))
+    found += _grid("late int4", late_int4(), (SMALL, MIDDLE), **middle)
+    found += _grid("fp32", [full(b) for b in BETAS], (SMALL, MIDDLE), **middle)
+    found += _grid("long", deciding(), (SMALL_LONG, MIDDLE_LONG), **middle)
+    found += _grid("presets", presets(), (SMALL, MIDDLE), **middle)
+    found += _grid("candidates", [*candidates(), TWO_FINE], (SMALL, MIDDLE), **middle)
+    found += _grid("eco", eco(), (SMALL, SMALL_LONG), sweep=(0, 1), seeds=(0, 1))
+    found += _grid("prose", deciding(), (replace(SMALL, corpus="prose"), replace(MIDDLE, corpus="prose")), **middle)
+    found += _grid("batch", deciding(), (replace(MIDDLE, batch_tokens=8192),), **middle)
+    found += _grid("weights", [*forward_formats(), *dropped(), *injected()], (SMALL, MIDDLE), **middle)
+    found += _grid("moments", [*first_moments(), *second_moments(), *log_moments()], (MIDDLE,), **middle)
+    found += _grid("muon", muons(), (SMALL,), sweep=(0,), seeds=range(4), lrs=MUON_LRS)
     return found
 
 

@@ -20,7 +20,7 @@ from .store import Row
 
 # Peak learning rates that a sweep starts with; measured optima of fp32 lie inside.
 LRS = {"37k": (8e-3, 16e-3, 32e-3), "150k": (4e-3, 8e-3, 16e-3), "600k": (2e-3, 4e-3, 8e-3), "tiny": (8e-3, 16e-3)}
-GROWTH = 2  # a sweep grows at most so often at each end
+GROWTH = 2
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Cell:
         sweep: seeds that see the whole sweep.
         seeds: seeds that see the best learning rate.
         lrs: where the sweep starts; the setting's usual one if empty.
+        growth: how often it may grow at each end; with 0 the learning rates are taken as given, for costly runs.
         extra: single runs beside the sweep, at its best learning rate: (seed, order, dither), for the noise.
     """
 
@@ -43,6 +44,7 @@ class Cell:
     sweep: Sequence[int] = (0, 1, 2)
     seeds: Sequence[int] = (0, 1, 2)
     lrs: Sequence[float] = ()
+    growth: int = GROWTH
     extra: Sequence[tuple[int, int | None, int | None]] = field(default=())
 
     def job(self, lr: float, seed: int = 0) -> Job:
@@ -52,7 +54,7 @@ class Cell:
     def swept(self, rows: Mapping[str, Row]) -> tuple[list[float], list[Job], float | None]:
         """The sweep's learning rates as far as they are known, what it misses, and its best when that is nothing."""
         lrs = sorted(self.lrs or LRS[self.setting.size])
-        low, high = lrs[0] / 2**GROWTH, lrs[-1] * 2**GROWTH
+        low, high = lrs[0] / 2**self.growth, lrs[-1] * 2**self.growth
         while True:
             missing = [job for seed in self.sweep for lr in lrs if (job := self.job(lr, seed)).key not in rows]
             if missing:
