@@ -38,9 +38,7 @@ def _suited(name: str) -> Job:
     job: Job = {"preset": name}
     if preset.weights is not None and preset.weights.startswith("int4"):
         job["calibrate"] = True
-    if preset.options.get("weight_rounding") == "nearest":
-        job["weight_rounding"] = "stochastic"
-    return job
+    return {**job, **(preset.pretrained or {})}
 
 
 EIGHT_BIT = [_suited(name) for name in ("1.8-byte", "1.6-byte", "1.3-byte", "1-byte")]
@@ -58,6 +56,7 @@ def jobs() -> list[Job]:
     runs += [(options, 2.8e-4, 0) for options in OTHERS]
     runs += [(options, 1.4e-4, 1) for options in OTHERS]
     runs += [(options, 7e-5, 0) for options in OTHERS]
+    runs += [({"preset": name, "weight_rounding": "nearest"}, 1.4e-4, 0) for name in ("1.6-byte", "1.3-byte")]
     runs += [(options, lr, 1) for options in (INT4, FP32, TWO) for lr in (2.8e-4, 7e-5)]
     trained: list[Job] = [{**options, "lr": lr, "seed": seed, **TRAIN} for options, lr, seed in runs]
     starts: list[Job] = [{**FP32, **START}, {**INT4, **START}]
@@ -94,7 +93,8 @@ class Recipe(NamedTuple):
     def __str__(self) -> str:
         more = [f"weights `{self.weights}`"] if self.weights else []
         more += ["calibrated"] if self.calibrated else []
-        more += [f"weights rounded {self.rounding}ally"] if self.rounding == "stochastic" else []
+        how = {"stochastic": "weights rounded stochastically", "nearest": "weights rounded to nearest"}
+        more += [how[self.rounding]] if self.rounding else []
         return ", ".join([f"`{self.preset}`", *more])
 
 

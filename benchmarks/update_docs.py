@@ -170,7 +170,7 @@ def presets_at_20(only_measured: bool = False) -> str:
             gaps.append(analysis.gap_text(max(measured, key=lambda s: s.seeds)) if measured else "-")
         if only_measured and set(gaps) == {"-"}:
             continue
-        suits = "yes" if preset.from_pretrained else "no"
+        suits = "no" if preset.pretrained is None else "rounded stochastically" if preset.pretrained else "yes"
         cost = f"{preset.bytes_per_parameter:.2f}"
         rows.append(f"| `{preset.name}` | {preset.summary} | {cost} | {' | '.join(gaps)} | {suits} |")
     return "\n".join(rows)

@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--return-memory", action="store_true", help="give freed memory back to the system at once")
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--beta1", type=float, help="another momentum than the preset's")
-    parser.add_argument("--weight-rounding", choices=["stochastic", "nearest"], help="another one than the preset's")
+    parser.add_argument("--weight-rounding", choices=["stochastic", "nearest"], help="another than suits such weights")
     parser.add_argument("--steps", type=int, default=32, help="0 to see the start only")
     parser.add_argument("--tokens", type=int, default=128, help="per step, one sequence")
     parser.add_argument("--evaluate", default="both", choices=["both", "start", "end", "none"])
@@ -132,7 +132,7 @@ def main() -> None:
         result["start"] = evaluate(model, held_out)
         print(f"loss {result['start']:.4f} at the start", flush=True)
 
-    options = dict(preset.options)
+    options = {**preset.options, **(preset.pretrained or {})}
     if arguments.beta1 is not None:
         options["betas"] = (arguments.beta1, options["betas"][1])
     if arguments.weight_rounding is not None:

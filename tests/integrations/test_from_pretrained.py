@@ -113,16 +113,33 @@ def test_a_preset_for_pretraining_warns_on_a_pretrained_model(tmp_path):
         ml.prepare(reload(tmp_path), "1.3-byte-int4")
     with pytest.warns(ml.LossyUpdateWarning, match=r"to 4 bits, to nearest.*calibrate_\(model, batches, 'int4\+4'\)"):
         ml.prepare(reload(tmp_path), "2-byte-int4")
-    with pytest.warns(ml.LossyUpdateWarning, match=r"hardly move; pass weight_rounding='stochastic', or choose"):
-        ml.prepare(reload(tmp_path), "1.3-byte")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ml.prepare(reload(tmp_path), "1.3-byte", weight_rounding="stochastic")
         ml.prepare(reload(tmp_path), "2-byte")
         ml.prepare(llama(), "1.3-byte-int4")
         calibrated = reload(tmp_path)
         ml.calibrate_(calibrated, [{"input_ids": IDS}], "int4+4")
         ml.prepare(calibrated, "2-byte-int4")
+
+
+def test_trained_weights_are_rounded_as_suits_them(tmp_path):
+    llama().save_pretrained(tmp_path)
+
+    def rounding(model, **options):
+        return {group["weight_rounding"] for group in ml.prepare(model, "1.3-byte", **options).param_groups}
+
+    with pytest.warns(UserWarning, match=r"with weight_rounding='stochastic', as suits.*; pass pretrained=True"):
+        assert rounding(reload(tmp_path)) == {"stochastic"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rounding(reload(tmp_path), pretrained=True) == {"stochastic"}
+        assert rounding(reload(tmp_path), pretrained=False) == {"nearest"}
+        assert rounding(reload(tmp_path), weight_rounding="nearest") == {"nearest"}
+        assert rounding(reload(tmp_path), weight_rounding="stochastic") == {"stochastic"}
+        assert rounding(llama()) == {"nearest"}
+        assert rounding(llama(), pretrained=True) == {"stochastic"}
+    with pytest.warns(ml.LossyUpdateWarning, match="the weights come from 'a pretrained model'"):
+        ml.prepare(llama(), "1.3-byte-int4", pretrained=True)
 
 
 def test_a_dequantized_model_is_an_ordinary_one(tmp_path):

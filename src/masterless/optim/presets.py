@@ -35,14 +35,14 @@ class Preset:
         weights: format of the inner matrices; None leaves them as they are.
         options: keyword arguments of `masterless.AdamW`.
         summary: one line for tables.
-        from_pretrained: whether it suits trained weights.
+        pretrained: options that differ for trained weights; None if the preset does not suit them.
     """
 
     name: str
     weights: str | None
     options: Mapping[str, Any] = field(default_factory=dict)
     summary: str = ""
-    from_pretrained: bool = True
+    pretrained: Mapping[str, Any] | None = field(default_factory=dict)
 
     @property
     def vocabulary(self) -> str | None:
@@ -70,8 +70,10 @@ class Preset:
         return sum(predicted_bytes(fmt, shape) for fmt in formats) / math.prod(shape)
 
 
-def _preset(name: str, weights: str | None, summary: str, from_pretrained: bool = True, **options: Any) -> Preset:
-    return Preset(name, weights, MappingProxyType(options), summary, from_pretrained)
+def _preset(name: str, weights: str | None, summary: str, suits_pretrained: bool = True, **options: Any) -> Preset:
+    # At learning rates of fine-tuning, far below a quantum, weights that are rounded to nearest hardly move.
+    pretrained = {"weight_rounding": "stochastic"} if options.get("weight_rounding") == "nearest" else {}
+    return Preset(name, weights, MappingProxyType(options), summary, pretrained if suits_pretrained else None)
 
 
 PRESETS: dict[str, Preset] = {
@@ -97,7 +99,6 @@ PRESETS: dict[str, Preset] = {
             "1-byte-int4",
             "int4",
             "INT4 weights, 4-bit first moment, factored second",
-            from_pretrained=False,  # at a small learning rate weights to nearest hardly move
             exp_avg="int4",
             exp_avg_sq="factored",
             betas=(0.8, 0.95),
@@ -107,7 +108,6 @@ PRESETS: dict[str, Preset] = {
             "1.3-byte",
             "int6",
             "INT6 weights, 4-bit first moment, factored second",
-            from_pretrained=False,  # at a small learning rate weights to nearest hardly move
             exp_avg="int4",
             exp_avg_sq="factored",
             betas=(0.7, 0.95),
@@ -117,7 +117,7 @@ PRESETS: dict[str, Preset] = {
             "1.3-byte-int4",
             "int4+2",
             "INT4 in the forward pass, 2 hidden bits, 4-bit first moment, factored second",
-            from_pretrained=False,  # what is seen of int4+2 is an eighth of a quantum too large on average
+            suits_pretrained=False,  # what is seen of int4+2 is an eighth of a quantum too large on average
             exp_avg="int4",
             exp_avg_sq="factored",
             betas=(0.7, 0.95),
@@ -126,7 +126,6 @@ PRESETS: dict[str, Preset] = {
             "1.6-byte",
             "int6",
             "INT6 weights, 4-bit first moment, 2-bit second",
-            from_pretrained=False,  # at a small learning rate weights to nearest hardly move
             exp_avg="int4",
             exp_avg_sq="log2",
             betas=(0.7, 0.95),
@@ -185,6 +184,7 @@ def prepare(
     lr: float | Tensor = 1e-3,
     *,
     whole_model: bool = False,
+    pretrained: bool | None = None,
     **overrides: Any,
 ) -> AdamW:
     """Applies a preset to a model and returns the optimizer.
@@ -199,6 +199,9 @@ def prepare(
         lr: learning rate.
         whole_model: also quantize embeddings and output heads (INT8), whatever the format of the matrices; their second
             moment is 4-bit where the preset's is factored.
+        pretrained: whether the weights are trained, for which some presets round differently
+            (``PRESETS[name].pretrained``). None asks the model: one of transformers that has a ``name_or_path`` is
+            taken for pretrained, and a warning says what that changes.
         **overrides: any argument of `AdamW`, in place of the preset's.
 
     Returns:
@@ -210,11 +213,21 @@ def prepare(
     ['0.weight', '2.weight']
     """
     chosen = get_preset(preset)
-    options = {**chosen.options, **overrides}
+    source = getattr(getattr(model, "config", None), "name_or_path", "") if pretrained is None else ""
+    changes = (chosen.pretrained or {}) if pretrained or source else {}
+    options = {**chosen.options, **changes, **overrides}
     _refuse_dtypes(model)
     _refuse_other_formats(model, chosen, whole_model)
     _rehearse(chosen, lr, options)
-    _warn_of_pretrained(model, chosen, options)
+    if source and not changes.keys() <= overrides.keys():
+        said = ", ".join(f"{key}={options[key]!r}" for key in changes)
+        warnings.warn(
+            f"this model comes from {source!r}, so preset {preset!r} is taken with {said}, as suits trained weights; "
+            f"pass pretrained=True to say so yourself, or pretrained=False to train from scratch",
+            stacklevel=2,
+        )
+    if pretrained or source:
+        _warn_of_jump(model, chosen, source or "a pretrained model")
     report = QuantizationReport()
     already = any(isinstance(local_of(p), QuantizedTensor) for p in model.parameters())
     if chosen.weights is not None and not already:
@@ -272,23 +285,18 @@ def _refuse_other_formats(model: nn.Module, preset: Preset, whole_model: bool) -
             )
 
 
-def _warn_of_pretrained(model: nn.Module, preset: Preset, options: Mapping[str, Any]) -> None:
-    source = getattr(getattr(model, "config", None), "name_or_path", "")
-    mended = preset.options.get("weight_rounding") == "nearest" != options.get("weight_rounding")
-    if source and not preset.from_pretrained and not mended:
-        better = ", ".join(p.name for p in PRESETS.values() if p.from_pretrained and p.weights is not None)
-        reason, remedy = "what the forward pass sees of weights rounded that way is too far from them", "choose"
-        if preset.options.get("weight_rounding") == "nearest":
-            reason = "learning rates of fine-tuning are far below a quantum, and weights rounded to nearest hardly move"
-            remedy = "pass weight_rounding='stochastic', or choose"
+def _warn_of_jump(model: nn.Module, preset: Preset, source: str) -> None:
+    """Warns where rounding trained weights would cost more than training gives back."""
+    if preset.pretrained is None:
+        better = ", ".join(p.name for p in PRESETS.values() if p.pretrained is not None and p.weights is not None)
         warnings.warn(
-            f"preset {preset.name!r} is for training from scratch and this model comes from {source!r}: {reason}; "
-            f"{remedy} one of {better}",
+            f"preset {preset.name!r} is for training from scratch and the weights come from {source!r}: what the "
+            f"forward pass sees of weights rounded that way is too far from them; choose one of {better}",
             LossyUpdateWarning,
             stacklevel=3,
         )
     dense = not any(isinstance(local_of(p), QuantizedTensor) for p in model.parameters())
-    if source and dense and preset.weights is not None and as_weight(preset.weights).bits <= 4:
+    if dense and preset.weights is not None and as_weight(preset.weights).bits <= 4:
         warnings.warn(
             f"preset {preset.name!r} rounds the trained weights of {source!r} to 4 bits, to nearest, which costs a "
             f"language model tenths of a nat before the first step; call calibrate_(model, batches, "
