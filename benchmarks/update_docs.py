@@ -32,8 +32,8 @@ import study
 import tasks_study
 from jobs import load
 from recipes import analysis
+from recipes.groups import SMALL, group_names, parts
 from recipes.groups import cells as recipe_cells
-from recipes.groups import group_names
 from recipes.store import RESULTS as RECIPES
 from recipes.store import Store
 
@@ -141,10 +141,19 @@ def _recipes(setting: str, group: str) -> Callable[[], str]:
     return build
 
 
-for _setting in ("37k@20", "150k@20", "600k@20", "37k@100", "150k@100"):
+for _setting in dict.fromkeys(cell.setting.name for cell in recipe_cells()):
     for _group in group_names():
-        name = f"recipes-{_setting.replace('@', '-')}-{_group.replace(' ', '-')}"
+        name = "-".join(("recipes", *re.split("[@, ]+", _setting), *_group.split()))
         TABLES[name] = _recipes(_setting, _group)
+
+
+def additivity_at_37k() -> str:
+    """Whether the parts of a recipe add up."""
+    cells = [cell for cell in recipe_cells() if cell.setting == SMALL and cell.group not in ("muon", "lion")]
+    return analysis.additivity(cells, Store(RECIPES).rows(), parts)
+
+
+TABLES["recipes-additivity"] = additivity_at_37k
 
 
 def presets_at_20(only_measured: bool = False) -> str:

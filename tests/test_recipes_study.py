@@ -158,6 +158,15 @@ def test_a_sweep_ends_even_where_more_is_always_better():
     assert max(r["lr"] for r in rows.values()) == 8e-3
 
 
+def test_a_costly_sweep_stays_where_it_was_told_to_and_counts_as_unfinished():
+    cell = Cell("g", FP32, TINY, sweep=(0,), seeds=(0, 1), lrs=(1e-2, 2e-2), growth=0)
+    rows = {job.key: row(job, job.lr) for job in (cell.job(lr) for lr in (1e-2, 2e-2))}
+    assert cell.swept(rows) == ([1e-2, 2e-2], [], 1e-2), "the best is at an end, and no other rate is asked for"
+    assert [(job.lr, job.seed) for job in cell.missing(rows)] == [(1e-2, 1)]
+    rows |= {job.key: row(job, 1.0) for job in cell.missing(rows)}
+    assert not analysis.describe(cell, rows).complete
+
+
 def test_a_diverged_learning_rate_is_never_the_best():
     cell = Cell("g", FP32, TINY, lrs=(1e-3, 2e-3, 4e-3))
     rows = finished([cell], lambda job: None if job.lr > 3e-3 else 2 - job.lr)
@@ -192,6 +201,18 @@ def test_the_pooled_deviation_weighs_samples_by_their_degrees_of_freedom():
     # variances 1 (2 degrees) and 8 (1 degree): (2 + 8) / 3
     assert analysis.pooled_deviation([[1.0, 2.0, 3.0], [0.0, 4.0], [9.0]]) == pytest.approx(math.sqrt(10 / 3))
     assert analysis.pooled_deviation([[1.0]]) is None
+
+
+def test_parts_add_up_to_the_whole_or_the_table_says_by_how_much_not():
+    whole = recipe.recipe("whole", "int8", "int4", "log4")
+    losses = [1.0, 1.01, 1.02, 1.03, 1.07]  # of fp32, its three parts, and all of them together
+    recipes = [FP32, *groups.parts(whole), whole]
+    cells = [Cell("g", r, TINY, sweep=(0,), seeds=(0, 1), lrs=(1e-2,), growth=0) for r in recipes]
+    jobs = [(cell.job(1e-2, seed), loss) for cell, loss in zip(cells, losses, strict=True) for seed in (0, 1)]
+    table = analysis.additivity(cells, {job.key: row(job, loss) for job, loss in jobs}, groups.parts)
+    assert table.splitlines()[2:] == ["| whole | +1.00% | +2.00% | +3.00% | +6.00% | +7.00% | +1.00 ± 0.00 |"]
+    without = {job.key: row(job, loss) for job, loss in jobs[:-2]}
+    assert len(analysis.additivity(cells, without, groups.parts).splitlines()) == 2
 
 
 def test_rows_of_another_text_are_left_out():

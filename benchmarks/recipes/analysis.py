@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .plan import Cell
+from .recipe import Job, Recipe, Setting
 from .store import Row
 
 POOLED_WITHIN = 10.0  # percent
@@ -284,3 +285,43 @@ def noise_table(cells: Sequence[Cell], rows: Mapping[str, Row]) -> str:
     lines = ["| setting | recipe | what differs | runs | standard deviation |", "|---|---|---|---|---|"]
     lines += [f"| {n.setting} | {n.label} | {n.kind} | {n.runs} | {n.deviation:.2f}% |" for n in noise(cells, rows)]
     return "\n".join(lines)
+
+
+def additivity(cells: Sequence[Cell], rows: Mapping[str, Row], parts: Callable[[Recipe], list[Recipe]]) -> str:
+    """Whether the gaps of a recipe's parts add up to its own: all against fp32 of the same beta1, seed by seed.
+
+    Args:
+        cells: of one setting.
+        rows: the rows.
+        parts: the recipes that a recipe is made of.
+    """
+    widest = {_what(cell.recipe): cell for cell in sorted(cells, key=lambda cell: len(cell.seeds))}
+    found = {what: s.losses for what, cell in widest.items() if (s := describe(cell, of_one_text(rows))) is not None}
+    exact = {
+        cell.recipe.beta1: found[what] for what, cell in widest.items() if what in found and _is_usual(cell.recipe)
+    }
+    table: list[tuple[str, list[list[float]]]] = []
+    for what, cell in widest.items():
+        pieces = [_what(piece) for piece in parts(cell.recipe)] if cell.recipe.weights else []
+        if pieces and what not in pieces and {what, *pieces} <= found.keys() and cell.recipe.beta1 in exact:
+            losses = exact[cell.recipe.beta1]
+            table.append((cell.recipe.label, [paired_gaps(found[one], losses) for one in (*pieces, what)]))
+    spread = pooled_deviation([gaps for _, row in table for gaps in row]) or 0.0
+    heads = ("recipe", "weight alone", "first moment alone", "second moment alone", "sum", "together", "difference")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for label, row in table:
+        *alone, together = (statistics.mean(gaps) for gaps in row)
+        error = math.hypot(*(standard_error(spread, len(gaps)) for gaps in row))
+        figures = [f"{gap:+.2f}%" for gap in (*alone, sum(alone), together)]
+        lines.append(f"| {label} | {' | '.join(figures)} | {together - sum(alone):+.2f} ± {error:.2f} |")
+    return "\n".join(lines)
+
+
+def _what(recipe: Recipe) -> str:
+    """What tells recipes apart, whatever their labels."""
+    return Job(recipe, Setting(), 0.0).key
+
+
+def _is_usual(recipe: Recipe) -> bool:
+    """fp32 AdamW with nothing unusual but beta1."""
+    return recipe.is_fp32 and recipe.optimizer == "adamw" and "moment_units" not in recipe.options

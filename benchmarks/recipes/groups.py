@@ -21,7 +21,7 @@ DROP: Options = {"error_compensation": False}
 NEAREST: Options = {"weight_rounding": "nearest"}
 RECOMPUTE: Options = {"scale_policy": "recompute"}
 UPDATE: Options = {"moment_units": "update"}
-GRADIENT: Options = {"moment_units": "gradient"}
+WEIGHT: Options = {"moment_units": "weight"}
 BETAS = (0.9, 0.95, 0.8, 0.53)
 MUON_LRS = (16e-3, 32e-3, 64e-3)
 SMALL_SEEDS: Options = {"sweep": (0, 1), "seeds": range(6)}  # of the cheapest setting
@@ -57,63 +57,41 @@ INT4_QAT = recipe("int4 with master weights", "int4+32")
 INT4_QAT_SHORT = recipe("int4 with master weights, b1 .7", "int4+32", beta1=SHORT)
 
 
-def forward_formats() -> list[Recipe]:
-    """What the forward pass sees, with master weights and exact states."""
-    formats = ["int4", "int8", "fp8", "int4:32", "int4:64", "int4:row", "int4:tensor", "int8:32", "int8:row", "fp8:32"]
-    names = [f.replace(":", "+32:") if ":" in f else f"{f}+32" for f in formats]
-    return [recipe(f"{f} with master weights", name) for f, name in zip(formats, names, strict=True)]
+def weight_formats() -> list[Recipe]:
+    """The weight alone, exact states: what the forward pass sees, and how it is kept."""
 
+    def alone(label: str, weights: str, **options: Any) -> Recipe:
+        return recipe(label, weights, beta1=SHORT, **options)
 
-def dropped() -> list[Recipe]:
-    """Weights stored without a master copy, rounded stochastically, the error dropped or kept in part."""
-    rows = [INT8_DROP]
-    rows += [recipe(f"{f}, error dropped", f, **DROP) for f in ("int4+4", "fp8", "int4+6", "int6", "int4+2", "int8:32")]
-    rows += [
-        recipe("int8, error dropped, scale recomputed", "int8", **DROP, **RECOMPUTE),
-        recipe("int8:row, error dropped", "int8:row", **DROP),
-        recipe("int8, error dropped, power-of-two scale", "int8:128:pow2", **DROP),
-        recipe("int4, error dropped", "int4", **DROP),
-    ]
+    rows = [INT4_QAT_SHORT]
+    rows += [alone(f"{f} with master weights, b1 .7", f"{f}+32") for f in ("int8", "fp8")]
+    rows += [alone(f"{f}, injected", f) for f in ("int8", "int6", "int4", "fp8", "int4+4", "int4+2")]
+    rows += [nearest(alone(f"{f}, injected", f)) for f in ("int6", "int4")]
+    rows += [alone(f"{f}, error dropped", f, **DROP) for f in ("int8", "int6", "int4", "fp8")]
+    rows += [alone("int8, error dropped, scale recomputed", "int8", **DROP, **RECOMPUTE)]
+    rows += [alone(f"int4:{g} with master weights, b1 .7", f"int4+32:{g}") for g in ("32", "64", "row")]
     return rows
 
 
-def first_moments() -> list[Recipe]:
-    """The first moment alone in few bits; weights and v in fp32."""
-    rows = []
-    for m, beta1, units in (
-        ("int4", 0.9, UPDATE),
-        ("int4", 0.9, GRADIENT),
-        ("int4", 0.8, UPDATE),
-        ("int2", 0.53, UPDATE),
-        ("int2", 0.9, UPDATE),
-        ("int3", 0.8, UPDATE),
-        ("int8", 0.9, UPDATE),
-        ("dynamic4", 0.9, UPDATE),
-        ("int4:32", 0.9, UPDATE),
-        ("int3:32", 0.9, UPDATE),
-    ):
-        name = "" if units is UPDATE else ", gradient units"
-        rows.append(recipe(f"{m} m .{f'{beta1:g}'[2:]}{name}", m=m, beta1=beta1, **units))
-    rows.append(recipe("int4 m .9, nearest", m="int4", rounding="nearest", **UPDATE))
+def moment_formats() -> list[Recipe]:
+    """A moment alone, in units of the weight as in the presets; weights and the other moment in fp32."""
+
+    def alone(label: str, m: str = "fp32", v: str = "fp32", beta1: float = SHORT) -> Recipe:
+        return recipe(label, None, m, v, beta1, **WEIGHT)
+
+    rows = [alone("fp32, b1 .7, in units of the weight")]
+    firsts = (("int4", 0.7), ("int4", 0.8), ("int4", 0.9), ("int2", 0.53), ("int3", 0.7), ("int2", 0.7), ("int8", 0.9))
+    rows += [alone(f"{m} m .{f'{beta1:g}'[2:]}", m, beta1=beta1) for m, beta1 in firsts]
+    rows += [alone(f"{v} v", v=v) for v in ("log4", "log2", "factored", "log3", "log8")]
     return rows
 
 
-def second_moments() -> list[Recipe]:
-    """The second moment alone, but for log codes."""
-    rows = [recipe("factored v", v="factored"), recipe("factored v, b1 .53", v="factored", beta1=0.53)]
-    rows += [recipe("no m, fp32 v", m="none", beta1=0.0), recipe("no m, factored v", m="none", v="factored", beta1=0.0)]
-    return rows
-
-
-def log_moments() -> list[Recipe]:
-    """The second moment alone in log codes."""
-    rows = [recipe(f"log{bits} v", v=f"log{bits}") for bits in (4, 2, 3, 8)]
-    return [*rows, recipe("log2 v, dither of the logarithm", v="log2", rounding="stochastic-log")]
-
-
-def injected() -> list[Recipe]:
-    """Weights stored without a master copy, the error put into an exact momentum."""
-    return [recipe(f"{f}, injected", f) for f in ("int8", "fp8", "int4", "int4+4", "int6", "int4+2")]
+def parts(whole: Recipe) -> list[Recipe]:
+    """What a recipe of AdamW is made of, each part alone with everything else exact: for the test of additivity."""
+    m, v = whole.states
+    weights = replace(whole, options={**whole.options, "exp_avg": "fp32", "exp_avg_sq": "fp32"})
+    moments = [recipe("", None, m, "fp32", whole.beta1, **WEIGHT), recipe("", None, "fp32", v, whole.beta1, **WEIGHT)]
+    return [weights, *moments]
 
 
 def nearest(base: Recipe) -> Recipe:
@@ -306,8 +284,8 @@ def cells() -> list[Cell]:
     large = [full(0.8), nearest(FIFTEEN), TWO, nearest(ONE_INT4)]
     found += _grid("large", large[:3], (LARGE,), sweep=(0,), seeds=(0,), lrs=(4e-3,), growth=0)
     # What explains presets: one thing quantized at a time.
-    found += _grid("weights", [*forward_formats()[:3], *dropped()[:3], *injected()[:4]], (SMALL,), **few, lrs=(16e-3,))
-    found += _grid("moments", [*first_moments(), *second_moments(), *log_moments()], (SMALL,), **few, lrs=(16e-3,))
+    found += _grid("weights", weight_formats(), (SMALL,), **few, lrs=(16e-3,))
+    found += _grid("moments", moment_formats(), (SMALL,), **few, lrs=(16e-3,))
     # What widens them: more tokens, another text, larger steps.
     found += _grid("long", deciding(), (SMALL_LONG,), sweep=(0,), seeds=(0, 1), lrs=(8e-3,))
     found += _grid("prose", deciding(), (replace(SMALL, corpus="prose"),), **few, lrs=(16e-3,))
@@ -325,8 +303,6 @@ def cells() -> list[Cell]:
     # What injection needs, an average of gradients that are divided already (LaProp), costs by itself at 150k.
     units = [UPDATE_UNITS, TWO_LONG, *TWO_BETAS, with_betas(full(), 0.9, 0.99)]
     found += _grid("units", units, (MIDDLE,), sweep=(0,), seeds=range(2), lrs=(4e-3,))
-    found += _grid("weights", injected()[:1], (MIDDLE,), sweep=(0, 1), seeds=range(4))
-    found += _grid("moments", [*first_moments()[:1], *log_moments()[:1]], (MIDDLE,), sweep=(0, 1), seeds=range(4))
     # With time: more seeds, more sizes, more tokens.
     found += _grid("candidates", deciding(), (MIDDLE,), sweep=(0, 1), seeds=range(8))
     found += _grid("late int4", late_int4(), (SMALL, MIDDLE), **middle)
@@ -337,8 +313,8 @@ def cells() -> list[Cell]:
     found += _grid("eco", eco(), (SMALL, SMALL_LONG), sweep=(0, 1), seeds=(0, 1))
     found += _grid("prose", deciding(), (replace(SMALL, corpus="prose"), replace(MIDDLE, corpus="prose")), **middle)
     found += _grid("batch", deciding(), (replace(MIDDLE, batch_tokens=8192),), **middle)
-    found += _grid("weights", [*forward_formats(), *dropped(), *injected()], (SMALL, MIDDLE), **middle)
-    found += _grid("moments", [*first_moments(), *second_moments(), *log_moments()], (MIDDLE,), **middle)
+    found += _grid("weights", weight_formats(), (SMALL, MIDDLE), **middle)
+    found += _grid("moments", moment_formats(), (SMALL, MIDDLE), **middle)
     found += _grid("muon", muons(), (SMALL,), sweep=(0,), seeds=range(4), lrs=MUON_LRS)
     return found
 
