@@ -134,17 +134,12 @@ void square_sums(MlTask& t, double peak, int64_t count, double* row_sums, double
     {
         const FloatEnvironment environment;
         Workspace work;
-        std::vector<double> columns((size_t)t.cols, 0.0);  // exact sums: the order of adding them up does not show
+        std::vector<double> columns((size_t)(t.cols + kLanes), 0.0);  // exact sums: their order does not show
 #pragma omp for schedule(static)
         for (int64_t item = 0; item < x.row_items(); ++item)
             x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
                 const float* const g = load_squarable(t, p, work, s);
-                double sum = 0.0;
-                for (int e = 0; e < s.n; ++e) {
-                    const double whole = unit.whole(square(g[e]));
-                    sum += whole;
-                    columns[(size_t)(s.col + e)] += whole;
-                }
+                const double sum = add_squares(s.n, unit, columns.data() + s.col, [=](int e) { return load<vf>(g + e); });
                 row_sums[s.row] = (s.col == 0 ? 0.0 : row_sums[s.row]) + sum;
             });
 #pragma omp critical

@@ -144,6 +144,7 @@ class Pipeline {
     }
 
     const float* gradient() const { return g_; }
+    const uint16_t* narrow_gradient() const { return narrow_g_; }  // bf16 that is read where it lies, or none
 
     void decode_weight(const Span& s) { decode(t_.weight, t_.cols, s, b_.codes(), b_.w); }
 

@@ -7,9 +7,11 @@
 //   * The work is a list of phases; within a phase items are independent, between phases all threads meet.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <memory>
+#include <mutex>
 
 #include "pipeline.h"
 
@@ -41,6 +43,8 @@ struct Statistics {
     int64_t matrices = 0;
     std::unique_ptr<SharedPeak[]> gradient_peak;  // of every matrix; factored second moments
     std::unique_ptr<float[]> mean_rows;           // of every matrix; factored second moments
+    std::unique_ptr<double[]> column_sums;        // of every matrix; factored second moments
+    std::mutex adding;                            // to those
     SharedPeak weight_peak, update_peak, target_peak;
     std::atomic<int64_t> weight_sum{0}, update_sum{0};  // of squares, in units of the peaks
     Metadata weight_scale;
@@ -51,6 +55,7 @@ struct Statistics {
         matrices = t.rows / t.matrix_rows;
         gradient_peak.reset(new SharedPeak[(size_t)matrices]);
         mean_rows.reset(new float[(size_t)matrices]);
+        column_sums.reset(new double[(size_t)(matrices * t.cols)]());
     }
 
     bool empty() const { return task->rows <= 0 || task->cols <= 0; }
@@ -63,7 +68,9 @@ struct Statistics {
 
     int64_t rows_per_item() const { return task->cols < kGrain ? kGrain / task->cols : 1; }
     int64_t row_items() const { return (task->rows + rows_per_item() - 1) / rows_per_item(); }
-    Pipeline pipeline(Workspace& work) { return Pipeline(*task, work, nullptr, row_means()); }
+    Pipeline pipeline(Workspace& work, bool surveyed = false) {
+        return Pipeline(*task, work, nullptr, row_means(), surveyed);
+    }
 
     // Calls f(pipeline, span) for all spans of an item's rows.
     template <class F>
@@ -108,6 +115,14 @@ inline double sum_of_squares(const float* x, int n, const SumUnit& unit) {
     for (; e < n; ++e) sums[0] += unit.whole(square(x[e]));
     for (int i = 1; i < kChains; ++i) sums[0] += sums[i];
     return sums[0];
+}
+
+// The same of a few numbers at once.
+typedef double Doubles __attribute__((vector_size(8 * kLanes)));
+
+inline Doubles whole_squares(vf x, const SumUnit& unit) {
+    const Doubles wide = __builtin_convertvector(x, Doubles);
+    return (wide * wide * unit.inverse + 0x1p52) - 0x1p52;
 }
 
 // --- steps shared by the phases -----------------------------------------------------------------------------
@@ -214,8 +229,25 @@ inline void count_bad(Statistics& x, int64_t item, Workspace& work) {
     });
 }
 
+// The peaks of the matrices that an item's rows belong to, when nothing else is asked of them; false if a gradient is
+// not finite.
+inline bool raise_peaks(Statistics& x, int64_t item) {
+    const MlTask& t = *x.task;
+    const int64_t end = std::min((item + 1) * x.rows_per_item(), t.rows);
+    for (int64_t row = item * x.rows_per_item(), next; row < end; row = next) {
+        const int64_t matrix = row / t.matrix_rows;
+        next = std::min((matrix + 1) * t.matrix_rows, end);
+        const uint32_t largest = largest_bits(t, row * t.cols, (next - row) * t.cols);
+        if (largest > Pipeline::kLargestRoot) return false;
+        x.gradient_peak[(size_t)matrix].raise(from_bits(largest));
+    }
+    return true;
+}
+
 inline void survey(Statistics& x, int64_t item, Workspace& work) {
     if (!x.needed()) return count_bad(x, item, work);
+    const bool only_peaks = x.factored() && !x.task->has_l2 && !x.adafactor();
+    if (only_peaks && raise_peaks(x, item)) return;
     x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
         x.bad += count_not_squarable(*x.task, p, work, s);
         if (x.factored()) {
@@ -229,47 +261,64 @@ inline void survey(Statistics& x, int64_t item, Workspace& work) {
     });
 }
 
-inline void factored_rows(Statistics& x, int64_t item, Workspace& work) {
-    MlTask& t = *x.task;
+// Row sums and column sums of the squares are taken in one pass, some rows at a time, strip by strip: the sums of a strip
+// stay in the L1 cache and are added to those of the matrix once for all these rows.
+constexpr int kSumRows = 32;
+
+inline int64_t sum_items_per_matrix(const Statistics& x) { return (x.task->matrix_rows + kSumRows - 1) / kSumRows; }
+inline int64_t sum_items(const Statistics& x) { return x.matrices * sum_items_per_matrix(x); }
+
+// Adds the squares of a span, in units, to the sums of its columns; returns their sum.
+template <class Read>
+inline double add_squares(int n, const SumUnit& unit, double* columns, Read&& read) {
+    Doubles row{};
+    for (int e = 0; e < n; e += kLanes) {
+        const Doubles squares = whole_squares(read(e), unit);
+        store(columns + e, load<Doubles>(columns + e) + squares);
+        row += squares;
+    }
     double sum = 0.0;
-    int64_t matrix = -1;
-    SumUnit unit;
-    x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
-        if (s.row / t.matrix_rows != matrix) {
-            matrix = s.row / t.matrix_rows;
-            unit = factored_unit(x, matrix);
-        }
-        sum = (s.col == 0 ? 0.0 : sum) + sum_of_squares(load_squarable(t, p, work, s), s.n, unit);
-        if (s.col + s.n < t.cols) return;
-        float& row = t.second.row[s.row];
-        row = finite(row * t.keep2 + (float)(sum * unit.unit / (double)t.cols) * t.rate2);
-    });
+    for (int i = 0; i < kLanes; ++i) sum += row[i];
+    return sum;
 }
 
-inline int64_t column_strips(const Statistics& x) { return (x.task->cols + kSpan - 1) / kSpan; }
-inline int64_t column_items(const Statistics& x) { return x.matrices * column_strips(x); }
-
-inline void factored_columns(Statistics& x, int64_t item, Workspace& work) {
+inline void factored_sums(Statistics& x, int64_t item, Workspace& work) {
     MlTask& t = *x.task;
-    const int64_t matrix = item / column_strips(x), col = item % column_strips(x) * kSpan;
-    const int n = (int)(t.cols - col < kSpan ? t.cols - col : kSpan);
+    const int64_t matrix = item / sum_items_per_matrix(x), first = item % sum_items_per_matrix(x) * kSumRows;
+    const int rows = (int)(t.matrix_rows - first < kSumRows ? t.matrix_rows - first : kSumRows);
     const SumUnit unit = factored_unit(x, matrix);
-    double sums[kSpan] = {};
-    Pipeline p = x.pipeline(work);
-    for (int64_t i = 0; i < t.matrix_rows; ++i) {
-        const float* const g = load_squarable(t, p, work, p.span(matrix * t.matrix_rows + i, col, n));
-        for (int e = 0; e < n; ++e) sums[e] += unit.whole(square(g[e]));
+    Pipeline p = x.pipeline(work, !t.has_l2);  // the survey has seen that the gradient is finite
+    double row_sums[kSumRows] = {};
+    for (int64_t col = 0; col < t.cols; col += kSpan) {
+        alignas(64) double columns[kSpan] = {};
+        const int n = (int)(t.cols - col < kSpan ? t.cols - col : kSpan);
+        for (int i = 0; i < rows; ++i) {
+            const float* const g = load_squarable(t, p, work, p.span(matrix * t.matrix_rows + first + i, col, n));
+            const uint16_t* const narrow = p.narrow_gradient();
+            row_sums[i] += narrow ? add_squares(n, unit, columns, [=](int e) { return load_bf16(narrow + e); })
+                                  : add_squares(n, unit, columns, [=](int e) { return load<vf>(g + e); });
+        }
+        double* const sums = x.column_sums.get() + matrix * t.cols + col;
+        const std::lock_guard<std::mutex> alone(x.adding);
+        for (int e = 0; e < n; ++e) sums[e] += columns[e];
     }
-    float* out = t.second.col + matrix * t.cols + col;
-    for (int e = 0; e < n; ++e)
-        out[e] = finite(out[e] * t.keep2 + (float)(sums[e] * unit.unit / (double)t.matrix_rows) * t.rate2);
+    float* const row = t.second.row + matrix * t.matrix_rows + first;
+    for (int i = 0; i < rows; ++i)
+        row[i] = finite(row[i] * t.keep2 + (float)(row_sums[i] * unit.unit / (double)t.cols) * t.rate2);
 }
 
 inline int64_t matrix_items(const Statistics& x) { return x.matrices; }
 
-inline void factored_means(Statistics& x, int64_t matrix, Workspace&) {
-    const int64_t rows = x.task->matrix_rows;
-    const float* row = x.task->second.row + matrix * rows;
+// The column factors of a matrix from their sums, and the mean of its row factors.
+inline void factored_columns(Statistics& x, int64_t matrix, Workspace&) {
+    const MlTask& t = *x.task;
+    const int64_t rows = t.matrix_rows;
+    const SumUnit of_squares = factored_unit(x, matrix);
+    const double* const sums = x.column_sums.get() + matrix * t.cols;
+    float* const col = t.second.col + matrix * t.cols;
+    for (int64_t e = 0; e < t.cols; ++e)
+        col[e] = finite(col[e] * t.keep2 + (float)(sums[e] * of_squares.unit / (double)rows) * t.rate2);
+    const float* row = t.second.row + matrix * rows;
     double peak = 0.0, sum = 0.0;
     for (int64_t i = 0; i < rows; ++i) peak = (double)row[i] > peak ? (double)row[i] : peak;
     const SumUnit unit(peak, rows);
@@ -334,9 +383,8 @@ inline bool is_not_empty(const Statistics& x) { return !x.empty(); }
 constexpr Phase kSurveyAll = {is_not_empty, row_items, survey, nothing};
 constexpr Phase kPhases[] = {
     {is_surveyed, row_items, survey, nothing},
-    {is_factored, row_items, factored_rows, nothing},
-    {is_factored, column_items, factored_columns, nothing},
-    {is_factored, matrix_items, factored_means, nothing},
+    {is_factored, sum_items, factored_sums, nothing},
+    {is_factored, matrix_items, factored_columns, nothing},
     {is_adafactor, row_items, adafactor_peak, nothing},
     {is_adafactor, row_items, adafactor_sum, adafactor_close},
     {has_one_scale, row_items, target_peak, one_scale_close},

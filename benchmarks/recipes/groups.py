@@ -109,18 +109,18 @@ def nearest_weights() -> list[Recipe]:
     """Weights rounded to nearest, the error injected: half to a third of the noise that the forward pass sees."""
     int4_log2 = recipe("int4, int4 m .7, log2 v", "int4", "int4", "log2", SHORT)
     more = [
+        EIGHTEEN,
+        TWO,
+        TWO_INT4,
+        THIRTEEN_INT4,
+        recipe("int6, int2 m .53, factored v", "int6", "int2", "factored", 0.53),
         recipe("int4, int4 m .7, factored v", "int4", "int4", "factored", SHORT),
         recipe("int6, int4 m .8, factored v", "int6", "int4", "factored", 0.8),
         recipe("int4, int4 m .9, factored v", "int4", "int4", "factored"),
-        EIGHTEEN,
-        TWO,
-        recipe("int6, int2 m .53, factored v", "int6", "int2", "factored", 0.53),
         recipe("int4:64, int4 m .8, factored v", "int4:64", "int4", "factored", 0.8),
         recipe("int4, int4 m .5, factored v", "int4", "int4", "factored", 0.5),
         recipe("int6, int4 m .5, factored v", "int6", "int4", "factored", 0.5),
         recipe("int4, int4 m .5, log2 v", "int4", "int4", "log2", 0.5),
-        THIRTEEN_INT4,
-        TWO_INT4,
     ]
     return [nearest(r) for r in (FIFTEEN, THIRTEEN, ONE_INT4, int4_log2, *more)]
 
@@ -279,18 +279,20 @@ def cells() -> list[Cell]:
     best = [r for r in muons() if r.label in ("Muon fp32, mu .8", "Muon int8, int4:32 m .8")]
     found += _grid("muon", best, (SMALL,), sweep=(0,), seeds=range(6), lrs=(32e-3, 64e-3))
     found += _grid("muon", muons_in_small_groups(), (SMALL,), sweep=(0,), lrs=(32e-3, 64e-3))
-    found += _grid("nearest", nearest_weights()[3:], (SMALL,), **few, lrs=(16e-3,))
-    # The largest size, at the learning rate that its neighbour's suggest.
+    found += _grid("nearest", nearest_weights()[3:9], (SMALL,), **few, lrs=(16e-3,), growth=0)
+    # What explains presets: one thing quantized at a time, at the learning rate that is best for all of them.
+    found += _grid("weights", weight_formats(), (SMALL,), **few, lrs=(16e-3,), growth=0)
+    found += _grid("moments", moment_formats(), (SMALL,), **few, lrs=(16e-3,), growth=0)
+    # What widens them: the largest size, another text, more tokens, larger steps.
     large = [full(0.8), nearest(FIFTEEN), TWO, nearest(ONE_INT4)]
-    found += _grid("large", large[:3], (LARGE,), sweep=(0,), seeds=(0,), lrs=(4e-3,), growth=0)
-    # What explains presets: one thing quantized at a time.
-    found += _grid("weights", weight_formats(), (SMALL,), **few, lrs=(16e-3,))
-    found += _grid("moments", moment_formats(), (SMALL,), **few, lrs=(16e-3,))
-    # What widens them: more tokens, another text, larger steps.
-    found += _grid("long", deciding(), (SMALL_LONG,), sweep=(0,), seeds=(0, 1), lrs=(8e-3,))
-    found += _grid("prose", deciding(), (replace(SMALL, corpus="prose"),), **few, lrs=(16e-3,))
-    found += _grid("batch", large, (replace(MIDDLE, batch_tokens=8192),), sweep=(0,), seeds=(0, 1), lrs=(8e-3,))
-    found += _grid("eco", eco(), (SMALL,), sweep=(0,), seeds=(0, 1), lrs=(16e-3,))
+    found += _grid("large", large[:2], (LARGE,), sweep=(0,), seeds=(0,), lrs=(4e-3,), growth=0)
+    found += _grid("prose", deciding(), (replace(SMALL, corpus="prose"),), **few, lrs=(16e-3,), growth=0)
+    found += _grid("long", deciding(), (SMALL_LONG,), sweep=(0,), seeds=(0, 1), lrs=(8e-3,), growth=0)
+    found += _grid("eco", eco(), (SMALL,), sweep=(0,), seeds=(0, 1), lrs=(16e-3,), growth=0)
+    larger_steps = replace(MIDDLE, batch_tokens=8192)
+    found += _grid("batch", large, (larger_steps,), sweep=(0,), seeds=(0, 1), lrs=(8e-3,), growth=0)
+    found += _grid("large", large[2:], (LARGE,), sweep=(0,), seeds=(0,), lrs=(4e-3,), growth=0)
+    found += _grid("muon", best, (MIDDLE,), sweep=(0,), seeds=(0, 1), lrs=(16e-3, 32e-3), growth=0)
     found += _grid("large", large, (LARGE,), sweep=(0,), seeds=(0, 1), lrs=(2e-3, 4e-3))
     found += _grid("nearest", nearest_weights()[:3], (MIDDLE,), sweep=(0,), seeds=range(4), lrs=(4e-3, 8e-3))
     found += _grid("candidates", [full(SHORT), *earlier[3:]], (MIDDLE,), **middle, lrs=(2e-3, 4e-3, 8e-3))
@@ -312,7 +314,7 @@ def cells() -> list[Cell]:
     found += _grid("candidates", [*candidates(), TWO_FINE], (SMALL, MIDDLE), **middle)
     found += _grid("eco", eco(), (SMALL, SMALL_LONG), sweep=(0, 1), seeds=(0, 1))
     found += _grid("prose", deciding(), (replace(SMALL, corpus="prose"), replace(MIDDLE, corpus="prose")), **middle)
-    found += _grid("batch", deciding(), (replace(MIDDLE, batch_tokens=8192),), **middle)
+    found += _grid("batch", deciding(), (larger_steps,), **middle)
     found += _grid("weights", weight_formats(), (SMALL, MIDDLE), **middle)
     found += _grid("moments", moment_formats(), (SMALL, MIDDLE), **middle)
     found += _grid("muon", muons(), (SMALL,), sweep=(0,), seeds=range(4), lrs=MUON_LRS)
