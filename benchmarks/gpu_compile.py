@@ -106,7 +106,7 @@ def kernels() -> tuple[Kernel, ...]:
     whole = launch.whole(surveyed(adafactor), 1024)
     return (
         _step("int4, int4/log2, injected", launch.tiles(int4, 1024)),
-        _step("int4+4, int2/factored (1.3-byte-int4)", launch.tiles(fine, 1024)),
+        _step("int4+4, int2/factored", launch.tiles(fine, 1024)),
         _step("int8, int4/log4, injected", launch.tiles(kind("int8", "int4", "log4"), 1024)),
         _step("fp8:row, int4/log2, injected", launch.tiles(kind("fp8:row", "int4", "log2"), 1024)),
         _step("bf16, bf16/bf16", launch.tiles(kind("bf16", "bf16", "bf16", "adam", False), 1024)),

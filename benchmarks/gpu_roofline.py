@@ -55,9 +55,7 @@ class Step:
 
 STEPS = (
     Step("int4", "int4", "log2", ("int4, int4/log2, injected",)),
-    Step(
-        "int4+4", "int2", "factored", ("survey", "factored_sums", "int4+4, int2/factored (1.3-byte-int4)"), gradients=3
-    ),
+    Step("int4+4", "int2", "factored", ("survey", "factored_sums", "int4+4, int2/factored"), gradients=3),
     Step("fp8:row", "int4", "log2", ("fp8:row, int4/log2, injected",)),
     Step("bf16", "bf16", "bf16", ("bf16, bf16/bf16",)),
 )

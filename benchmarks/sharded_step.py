@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import masterless as ml
 
-PRESETS = ("2-byte", "1.3-byte-int4", "1-byte")
+PRESETS = ("2-byte", "1.3-byte", "1-byte")
 RANKS, LAYERS, SHAPE, REPEATS = 2, 12, (768, 3072), 5
 
 

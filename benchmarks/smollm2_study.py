@@ -38,7 +38,7 @@ def _suited(name: str) -> Job:
     job: Job = {"preset": name}
     if preset.weights is not None and preset.weights.startswith("int4"):
         job["calibrate"] = True
-    return {**job, **(preset.pretrained or {})}
+    return {**job, **preset.pretrained}
 
 
 EIGHT_BIT = [_suited(name) for name in ("1.8-byte", "1.6-byte", "1.3-byte", "1-byte")]
@@ -104,7 +104,7 @@ def _recipe(row: Row) -> Recipe:
 
 def losses_table(rows: list[Row]) -> str:
     """Losses after training; the gap compares the best rate of a recipe with fp32's best, seed by seed."""
-    trained = [row for row in rows if row["steps"] == TRAIN["steps"]]
+    trained = [row for row in rows if row["steps"] == TRAIN["steps"] and row["preset"] in PRESETS]
     if not trained:
         return "(not run yet)"
     rates = sorted({row["lr"] for row in trained})

@@ -179,9 +179,9 @@ def presets_at_20(only_measured: bool = False) -> str:
             gaps.append(analysis.gap_text(max(measured, key=lambda s: s.seeds)) if measured else "-")
         if only_measured and set(gaps) == {"-"}:
             continue
-        suits = "no" if preset.pretrained is None else "rounded stochastically" if preset.pretrained else "yes"
+        start = "rounded stochastically" if preset.pretrained else "as it is"
         cost = f"{preset.bytes_per_parameter:.2f}"
-        rows.append(f"| `{preset.name}` | {preset.summary} | {cost} | {' | '.join(gaps)} | {suits} |")
+        rows.append(f"| `{preset.name}` | {preset.summary} | {cost} | {' | '.join(gaps)} | {start} |")
     return "\n".join(rows)
 
 
@@ -205,7 +205,7 @@ def cluster_table() -> str:
     for title, path, shards in models:
         plan = make_plan(load_model(path), Settings(checkpointing="full", shards=shards))
         known = {row.system.name: row for row in plan.rows}
-        for name in ("torch AdamW", "2-byte", "1.3-byte", "1.3-byte-int4"):
+        for name in ("torch AdamW", "2-byte", "1.3-byte", "1-byte-int4"):
             row = known[name]
             sizes = (row.weights + row.master, row.states, row.total, row.gathered, row.reduced)
             first = f"{title}, {shards}" if name == "torch AdamW" else ""

@@ -132,7 +132,7 @@ def main() -> None:
         result["start"] = evaluate(model, held_out)
         print(f"loss {result['start']:.4f} at the start", flush=True)
 
-    options = {**preset.options, **(preset.pretrained or {})}
+    options = {**preset.options, **preset.pretrained}
     if arguments.beta1 is not None:
         options["betas"] = (arguments.beta1, options["betas"][1])
     if arguments.weight_rounding is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import tracemalloc
 
 import pytest
 import torch
@@ -225,17 +225,18 @@ def test_int4_moves_fewer_bytes_than_bf16():
     inner = 6_979_321_856
     assert rows["torch AdamW"].gathered == 7 * 2 * (2 * (inner + 64 * 4096) + 2 * 128256 * 4096 + 4096) // 8
     dense = 2 * 2 * 7 * inner // 8
-    ours = rows["1.3-byte-int4"].gathered - (rows["torch AdamW"].gathered - dense)
+    ours = rows["1-byte-int4"].gathered - (rows["torch AdamW"].gathered - dense)
     assert dense / ours == pytest.approx(16 / 4.125)
 
 
-def test_huge_models_take_no_time():
+def test_huge_models_are_planned_by_shapes_alone():
     for name in ("kimi-k2", "llama-3-70b"):
-        start = time.perf_counter()
+        tracemalloc.start()
         model = load_model(CONFIGS / f"{name}.json")
         plan = make_plan(model, Settings(shards=1000))
         advise(plan, 80 * 10**9)
-        assert time.perf_counter() - start < 2
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+        tracemalloc.stop()
     assert load_model(CONFIGS / "kimi-k2.json").numel == 1_026_408_209_408
 
 

@@ -79,7 +79,7 @@ def test_checkpointing_changes_no_bit():
 
 
 def test_it_learns_in_every_whole_model_preset():
-    for preset in ("1-byte", "1.3-byte-int4", "2-byte"):
+    for preset in ("1-byte", "1-byte-int4", "2-byte"):
         model = built(preset)
         optimizer = ml.prepare(model, preset, 3e-3, whole_model=True)
         losses = [run(model, optimizer, [0])[0] for _ in range(8)]
@@ -239,7 +239,7 @@ def damaged(path):
     "build, message",
     [
         (lambda path: prepared("1-byte"), "another model or optimizer: it also holds optimizer"),
-        (lambda path: prepared("1.3-byte-int4"), "another model or optimizer|as they were|formats they had"),
+        (lambda path: prepared("1-byte-int4"), "another model or optimizer|as they were|formats they had"),
         (lambda path: prepared(exp_avg="int8"), r"formats they had when it was saved|other parameters or formats"),
         (lambda path: damaged(path) or prepared(), "its SHA-256 is not the one"),
     ],

@@ -55,7 +55,7 @@ def finished(tmp_path_factory, text):
     """An uninterrupted run, begun with a config file and flags that win over it."""
     folder = tmp_path_factory.mktemp("finished")
     config = folder / "run.toml"
-    config.write_text('steps = 7\nlr = 0.004\n[formats]\npreset = "1.3-byte-int4"\nexp_avg_sq = "log4"\n')
+    config.write_text('steps = 7\nlr = 0.004\n[formats]\npreset = "1-byte-int4"\nexp_avg_sq = "log4"\n')
     out = folder / "run"
     flags = ["--steps", 60, "--eval-every", 10, "--save-every", 7, "--exp-avg", "int8"]
     done = run("train", "--config", config, "--data", text, "--out", out, "--json", "--sample", 20, *TINY, *flags)

@@ -28,7 +28,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def flags(text):
-    return ["--data", text, "--preset", "1.3-byte-int4", "--steps", STEPS, "--eval-every", 20, "--save-every", 9, *TINY]
+    return ["--data", text, "--preset", "2-byte-int4", "--steps", STEPS, "--eval-every", 20, "--save-every", 9, *TINY]
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ def trips(rank: int, world: int, directory: str, name: str) -> list[str]:
 def stock_state_dicts(rank: int, world: int) -> list[str]:
     """get_state_dict and set_state_dict on a fresh optimizer change nothing; neither do they on a used one."""
     found = []
-    for name in ("1.3-byte-int4", "1-byte-int4", "reset"):
+    for name in ("2-byte-int4", "1-byte-int4", "reset"):
         for n in (PLAIN, 2, 4):
             if not inside(n or 1):
                 continue
@@ -121,7 +121,7 @@ def whole_files(rank: int, world: int) -> list[str]:
 
 def asynchronous(rank: int, world: int, directory: str) -> list[str]:
     """What is saved is the moment of the call, although training goes on meanwhile."""
-    name = "1.3-byte-int4"
+    name = "2-byte-int4"
     whole = _build(name, PLAIN)
     gradients = whole[0].gradients
     _advance(*whole, gradients, range(2))

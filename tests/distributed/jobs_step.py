@@ -46,7 +46,7 @@ def bad_gradients(rank: int, world: int) -> list[str]:
         "vector": (150,),  # its chunk, columns 128 to 255, lies on two ranks of two, three and four
     }
     found = []
-    for name in ("1.3-byte-int4", "1-byte", "adafactor", "bf16 weights"):
+    for name in ("2-byte-int4", "1-byte", "adafactor", "bf16 weights"):
         weights, dtype, build = configurations()[name]
 
         def run(n: int, weights: Any = weights, dtype: Any = dtype, build: Any = build) -> Any:
@@ -119,7 +119,7 @@ def on_the_kernel(rank: int, world: int) -> dict[str, Any]:
     """Which backend steps the shards of a preset with a factored second moment, and the bytes they take."""
     from masterless.insight import memory
 
-    weights, dtype, build = configurations()["1.3-byte-int4"]
+    weights, dtype, build = configurations()["1-byte-int4"]
     model = shard(quantized_zoo(weights, dtype), world)
     opt = build(model.named_parameters())
     set_gradients(model, model.gradients(0))

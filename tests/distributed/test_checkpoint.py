@@ -7,7 +7,7 @@ import pytest
 pytestmark = pytest.mark.timeout(260)
 
 
-@pytest.mark.parametrize("name", ["1.3-byte-int4", "1-byte-int4", "adafactor, int4", "reset", "bf16 states"])
+@pytest.mark.parametrize("name", ["2-byte-int4", "1-byte-int4", "adafactor, int4", "reset", "bf16 states"])
 def test_saved_at_n_ranks_loaded_at_m_to_the_bit(ranks, tmp_path, name):
     found = ranks.run("jobs_checkpoint:trips", str(tmp_path), name)
     assert not any(found), "\n".join(line for rank in found for line in rank)

@@ -71,7 +71,7 @@ def test_the_example_runs(tmp_path):
 def test_the_command_line_trains_and_resumes_in_parallel(tmp_path):
     """FSDP on two ranks, resumed as DDP on one: the losses are those of one process but for the last digits."""
     run, options = tmp_path / "run", "--layers 1 --width 64 --heads 2 --seq-len 32 --batch 2 --steps 4 --threads 1"
-    common = [*options.split(), "--eval-every", "2", "--eval-batches", "1", "--preset", "1.3-byte-int4"]
+    common = [*options.split(), "--eval-every", "2", "--eval-batches", "1", "--preset", "2-byte-int4"]
     code, output = torchrun(2, "-m\nmasterless", "train", "--parallel", "fsdp", "--out", str(run), *common)
     assert code == 0, output
     first = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -107,16 +107,14 @@ def test_the_checkpoint_file_is_not_held_in_memory(tmp_path):
                 assert not any(start <= tensor.data_ptr() < stop for start, stop in inside), name
 
 
-def test_a_preset_for_pretraining_warns_on_a_pretrained_model(tmp_path):
+def test_rounding_trained_weights_to_four_bits_warns(tmp_path):
     llama().save_pretrained(tmp_path)
-    with pytest.warns(ml.LossyUpdateWarning, match=r"'1\.3-byte-int4' is for training from scratch.*2-byte-int4"):
-        ml.prepare(reload(tmp_path), "1.3-byte-int4")
     with pytest.warns(ml.LossyUpdateWarning, match=r"to 4 bits, to nearest.*calibrate_\(model, batches, 'int4\+4'\)"):
         ml.prepare(reload(tmp_path), "2-byte-int4")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ml.prepare(reload(tmp_path), "2-byte")
-        ml.prepare(llama(), "1.3-byte-int4")
+        ml.prepare(llama(), "2-byte-int4")
         calibrated = reload(tmp_path)
         ml.calibrate_(calibrated, [{"input_ids": IDS}], "int4+4")
         ml.prepare(calibrated, "2-byte-int4")
@@ -138,8 +136,8 @@ def test_trained_weights_are_rounded_as_suits_them(tmp_path):
         assert rounding(reload(tmp_path), weight_rounding="stochastic") == {"stochastic"}
         assert rounding(llama()) == {"nearest"}
         assert rounding(llama(), pretrained=True) == {"stochastic"}
-    with pytest.warns(ml.LossyUpdateWarning, match="the weights come from 'a pretrained model'"):
-        ml.prepare(llama(), "1.3-byte-int4", pretrained=True)
+    with pytest.warns(ml.LossyUpdateWarning, match="the trained weights of 'a pretrained model' to 4 bits"):
+        ml.prepare(llama(), "1-byte-int4", pretrained=True)
 
 
 def test_a_dequantized_model_is_an_ordinary_one(tmp_path):

@@ -20,7 +20,7 @@ def trainer_for(model, folder, optimizer=("AdamW", {}), callbacks=(), **options)
     return Trainer(model, arguments(folder, **options), **data, optimizer_cls_and_kwargs=choice)
 
 
-@pytest.mark.parametrize("preset", ["1-byte", "1.3-byte-int4", "1.8-byte", "states-8bit"])
+@pytest.mark.parametrize("preset", ["1-byte", "2-byte-int4", "1.8-byte", "states-8bit"])
 @pytest.mark.parametrize("make", [gpt2, moe], ids=["gpt2", "moe"])
 def test_presets_train_and_resume(make, preset, tmp_path):
     """The factory gets a dense model in both runs: what is resumed is quantized as it was."""

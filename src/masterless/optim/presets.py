@@ -35,14 +35,14 @@ class Preset:
         weights: format of the inner matrices; None leaves them as they are.
         options: keyword arguments of `masterless.AdamW`.
         summary: one line for tables.
-        pretrained: options that differ for trained weights; None if the preset does not suit them.
+        pretrained: options that differ for trained weights.
     """
 
     name: str
     weights: str | None
     options: Mapping[str, Any] = field(default_factory=dict)
     summary: str = ""
-    pretrained: Mapping[str, Any] | None = field(default_factory=dict)
+    pretrained: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def vocabulary(self) -> str | None:
@@ -70,10 +70,10 @@ class Preset:
         return sum(predicted_bytes(fmt, shape) for fmt in formats) / math.prod(shape)
 
 
-def _preset(name: str, weights: str | None, summary: str, suits_pretrained: bool = True, **options: Any) -> Preset:
+def _preset(name: str, weights: str | None, summary: str, **options: Any) -> Preset:
     # At learning rates of fine-tuning, far below a quantum, weights that are rounded to nearest hardly move.
     pretrained = {"weight_rounding": "stochastic"} if options.get("weight_rounding") == "nearest" else {}
-    return Preset(name, weights, MappingProxyType(options), summary, pretrained if suits_pretrained else None)
+    return Preset(name, weights, MappingProxyType(options), summary, MappingProxyType(pretrained))
 
 
 PRESETS: dict[str, Preset] = {
@@ -112,15 +112,6 @@ PRESETS: dict[str, Preset] = {
             exp_avg_sq="factored",
             betas=(0.7, 0.95),
             weight_rounding="nearest",
-        ),
-        _preset(
-            "1.3-byte-int4",
-            "int4+2",
-            "INT4 in the forward pass, 2 hidden bits, 4-bit first moment, factored second",
-            suits_pretrained=False,  # what is seen of int4+2 is an eighth of a quantum too large on average
-            exp_avg="int4",
-            exp_avg_sq="factored",
-            betas=(0.7, 0.95),
         ),
         _preset(
             "1.6-byte",
@@ -214,7 +205,7 @@ def prepare(
     """
     chosen = get_preset(preset)
     source = getattr(getattr(model, "config", None), "name_or_path", "") if pretrained is None else ""
-    changes = (chosen.pretrained or {}) if pretrained or source else {}
+    changes = chosen.pretrained if pretrained or source else {}
     options = {**chosen.options, **changes, **overrides}
     _refuse_dtypes(model)
     _refuse_other_formats(model, chosen, whole_model)
@@ -287,14 +278,6 @@ def _refuse_other_formats(model: nn.Module, preset: Preset, whole_model: bool) -
 
 def _warn_of_jump(model: nn.Module, preset: Preset, source: str) -> None:
     """Warns where rounding trained weights would cost more than training gives back."""
-    if preset.pretrained is None:
-        better = ", ".join(p.name for p in PRESETS.values() if p.pretrained is not None and p.weights is not None)
-        warnings.warn(
-            f"preset {preset.name!r} is for training from scratch and the weights come from {source!r}: what the "
-            f"forward pass sees of weights rounded that way is too far from them; choose one of {better}",
-            LossyUpdateWarning,
-            stacklevel=3,
-        )
     dense = not any(isinstance(local_of(p), QuantizedTensor) for p in model.parameters())
     if dense and preset.weights is not None and as_weight(preset.weights).bits <= 4:
         warnings.warn(
