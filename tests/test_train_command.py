@@ -88,7 +88,7 @@ def test_config_precedence(finished):
     stored = read_toml(finished[0] / "config.toml")
     assert stored["steps"] == 60 and stored["exp_avg"] == "int8"  # flags
     assert stored["lr"] == 0.004 and stored["exp_avg_sq"] == "log4"  # file
-    assert stored["weights"] == "int4+2" and stored["beta1"] == 0.7  # preset
+    assert stored["weights"] == "int4" and stored["beta1"] == 0.8  # preset
     assert stored["weight_decay"] == 0.1 and stored["min_lr"] == 0.0004 and stored["warmup"] == 6  # defaults
 
 
