@@ -175,8 +175,9 @@ def presets_at_20(only_measured: bool = False) -> str:
                 and c.recipe.weights == preset.weights
                 and dict(c.recipe.options) == dict(preset.options)
             ]
-            measured = [s for s in same if s is not None and s.gap is not None and s.seeds > 1]
-            gaps.append(analysis.gap_text(max(measured, key=lambda s: s.seeds)) if measured else "-")
+            measured = [s for s in same if s is not None and s.gap is not None]
+            best = max(measured, key=lambda s: s.seeds, default=None)
+            gaps.append("-" if best is None else analysis.gap_text(best) + (", one seed" if best.seeds == 1 else ""))
         if only_measured and set(gaps) == {"-"}:
             continue
         start = "rounded stochastically" if preset.pretrained else "as it is"

@@ -284,7 +284,7 @@ def cells() -> list[Cell]:
     found += _grid("weights", weight_formats(), (SMALL,), **few, lrs=(16e-3,), growth=0)
     found += _grid("moments", moment_formats(), (SMALL,), **few, lrs=(16e-3,), growth=0)
     # What widens them: the largest size, another text, more tokens, larger steps.
-    large = [full(0.8), nearest(FIFTEEN), TWO, nearest(ONE_INT4)]
+    large = [full(0.8), nearest(FIFTEEN), nearest(ONE_INT4), TWO]
     found += _grid("large", large[:2], (LARGE,), sweep=(0,), seeds=(0,), lrs=(4e-3,), growth=0)
     found += _grid("prose", deciding(), (replace(SMALL, corpus="prose"),), **few, lrs=(16e-3,), growth=0)
     found += _grid("long", deciding(), (SMALL_LONG,), sweep=(0,), seeds=(0, 1), lrs=(8e-3,), growth=0)
