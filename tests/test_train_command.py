@@ -333,6 +333,15 @@ def test_bpe(text, tmp_path, cli):
 # --- configuration ----------------------------------------------------------------------------------------
 
 
+def test_trained_weights_are_rounded_as_suits_them():
+    def rounding(**flags):
+        return resolve({"preset": "1.6-byte", **flags}).weight_rounding
+
+    assert rounding() == "nearest" and rounding(init="run") == "stochastic"
+    assert rounding(init="run", weight_rounding="nearest") == "nearest"
+    assert resolve({"preset": "2-byte", "init": "run"}).weight_rounding == "stochastic"
+
+
 def test_toml_round_trip(tmp_path):
     config = resolve({"data": ["a b", 'c"\\\n\x7f', "ü"], "lr": 1e-5, "reset": "500:hard", "tie_embeddings": True})
     path = tmp_path / "config.toml"

@@ -53,7 +53,9 @@ class RunConfig:
     experts_per_token: int = _option(2, "model", "Experts each token visits.")
     seq_len: int = _option(128, "model", "Tokens per sequence.")
     tie_embeddings: bool = _option(False, "model", "One matrix for embedding and output head.")
-    init: str | None = _option(None, "model", "Start from the weights of a run or checkpoint file.", "random weights")
+    init: str | None = _option(
+        None, "model", "Start from the weights of a run or file, rounded stochastically.", "random weights"
+    )
 
     preset: str = _option("2-byte", "formats", "A point on the loss-against-bytes frontier.")
     weights: str | None = _option(
@@ -67,7 +69,9 @@ class RunConfig:
     rounding: str | None = _option(
         None, "formats", "Of states: stochastic, nearest, stochastic-value or stochastic-log.", "stochastic"
     )
-    weight_rounding: str | None = _option(None, "formats", "Of weights: stochastic or nearest.", "stochastic")
+    weight_rounding: str | None = _option(
+        None, "formats", "Of weights: stochastic or nearest.", "the preset's, or what suits --init"
+    )
     error_compensation: bool | None = _option(
         None, "formats", "Inject what rounding a weight loses into the momentum.", "preset"
     )
@@ -128,14 +132,15 @@ def resolve(
     if config.optimizer not in OPTIMIZERS:
         raise ConfigError(f"optimizer={config.optimizer!r}: no such optimizer; choose one of {', '.join(OPTIMIZERS)}")
     preset = get_preset(config.preset)
-    betas = (0.9, 0.99) if config.optimizer == "Lion" else preset.options["betas"]
+    options = {**preset.options, **(preset.pretrained if config.init is not None else {})}
+    betas = (0.9, 0.99) if config.optimizer == "Lion" else options["betas"]
     filled: dict[str, Any] = {
         "weights": preset.weights or "fp32",
-        "exp_avg": preset.options["exp_avg"],
-        "exp_avg_sq": preset.options["exp_avg_sq"],
-        "rounding": preset.options.get("rounding", "stochastic"),
-        "weight_rounding": preset.options.get("weight_rounding", "stochastic"),
-        "error_compensation": preset.options.get("error_compensation", True),
+        "exp_avg": options["exp_avg"],
+        "exp_avg_sq": options["exp_avg_sq"],
+        "rounding": options.get("rounding", "stochastic"),
+        "weight_rounding": options.get("weight_rounding", "stochastic"),
+        "error_compensation": options.get("error_compensation", True),
         "beta1": betas[0],
         "beta2": betas[1],
         "lr": _LR.get(config.optimizer, 1e-3),
