@@ -59,6 +59,11 @@ def peak_bytes() -> int:
     return _field("VmHWM")
 
 
+def mapped_file_bytes() -> int:
+    """Bytes of mapped files (code, mostly) that are in memory now: what the system may drop from it at any time."""
+    return _field("RssFile")
+
+
 def reset_peak() -> None:
     """Lets the peak start again from what is in memory now."""
     try:
