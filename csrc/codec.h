@@ -4,17 +4,14 @@
 //   * A span is a run of a row that starts at a chunk, and at a block unless one block covers all of it; or some whole
 //     short rows, whose codes, metadata and chunks follow each other as they are stored.
 //   * Float buffers hold a row's numbers, then zeros up to a whole vector.
-//   * Random thresholds, one an element, are drawn beforehand (`rules.h`); without them a number is rounded to nearest.
+//   * Random words, one an element, are drawn beforehand (`advance.h`); without them a number is rounded to nearest.
 //   * Metadata is explicit: decoding reads what is stored; encoding is given the metadata to use, so that the
 //     scale of a block can be known before (held scales) or from elsewhere (rows longer than a span).
 #pragma once
 
 #include <cstddef>
 
-#include "grid.h"
-#include "log_code.h"
-#include "packing.h"
-#include "span.h"
+#include "chunks.h"
 
 namespace masterless {
 inline namespace MASTERLESS_ISA {
@@ -23,32 +20,6 @@ struct Codes {  // one byte a code; the finer bits of a weight apart
     uint8_t* visible;
     uint8_t* hidden;
     bool is_packed = false;  // `visible` is as stored
-};
-
-struct Metadata {  // of one block
-    float scale = 0.0f;
-    bool fits = false;  // it is known that no number of the block lies beyond the outermost levels
-    LogBlock log;
-};
-
-// `scale` for numbers up to `absmax`.
-inline Metadata scaled_block(const MlStorage& s, float scale, float absmax) {
-    Metadata block;
-    block.scale = scale;
-    block.fits = absmax <= scale * s.max_level;
-    return block;
-}
-
-// Where what rounding loses goes: moment += (number - what was stored) * share, element by element.
-struct Injection {
-    float* moment = nullptr;  // null: it is dropped
-    vf share{};
-
-    explicit operator bool() const { return moment != nullptr; }
-
-    Injection from(int e) const { return {moment ? moment + e : nullptr, share}; }
-
-    void operator()(int e, vf lost) const { store(moment + e, load<vf>(moment + e) + lost * share); }
 };
 
 inline bool is_scaled(const MlStorage& s) { return s.kind >= ML_LINEAR && s.kind <= ML_LOG; }
@@ -80,36 +51,53 @@ inline void for_blocks_together(const Span& span, int64_t block_length, Look&& l
     if (left) finish(last + 1 - left, left);
 }
 
+// The largest magnitude of a block as its scale needs it, of the chunks' where those are known (whole chunks only).
+inline float block_peak(const MlStorage& s, const float* x, int e, int length, const vf* of_chunks) {
+    if (!of_chunks || length % kChunk || s.negative_factor != 1.0f) return block_peak(s, x + e, length);
+    vf peak{};
+    for (int i = e / kChunk; i < (e + length) / kChunk; ++i) peak = max(peak, of_chunks[i]);
+    return horizontal_max(peak);
+}
+
 // The scales of a span's blocks: those that `choose(peaks, first, count)` makes of their largest magnitudes.
 template <class Choose>
-inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, Metadata* blocks, Choose&& choose) {
+inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, const vf* of_chunks, Metadata* blocks,
+                         Choose&& choose) {
     vf peaks{};
     for_blocks_together(
-        span, s.block, [&](int e, int length, int k) { peaks[k] = block_peak(s, x + e, length); },
+        span, s.block, [&](int e, int length, int k) { peaks[k] = block_peak(s, x, e, length, of_chunks); },
         [&](int first, int count) {
             const vf scales = choose(peaks, first, count);
             for (int k = 0; k < count; ++k) blocks[first + k] = scaled_block(s, scales[k], peaks[k]);
         });
 }
 
+// What is known of the numbers that are about to be stored, chunk by chunk: null if it is not.
+struct Noted {
+    const vf* peaks = nullptr;
+    const LogChunk* statistics = nullptr;
+};
+
 // New metadata for whole blocks.
-inline void fresh_blocks(const MlStorage& s, const Span& span, const float* x, Metadata* blocks) {
+inline void fresh_blocks(const MlStorage& s, const Span& span, const float* x, const Noted& noted, Metadata* blocks) {
     if (s.kind != ML_LOG)
-        return scale_blocks(s, span, x, blocks, [&](vf peaks, int, int) {
+        return scale_blocks(s, span, x, noted.peaks, blocks, [&](vf peaks, int, int) {
             return scale_for(s, peaks, scale_unit(s, span.row));
         });
-    vi tops{}, zeros{};
-    LogMinima minima;
+    vi tops{}, zeros{}, lows{};
     for_blocks_together(
         span, s.block,
         [&](int e, int length, int k) {
-            LogStatistics statistics(length);
-            statistics.add(x + e, length);
-            tops[k] = statistics.top(), zeros[k] = statistics.zeros();
-            minima.set(k, statistics);
+            const auto look = [&] {
+                LogStatistics statistics(length);
+                statistics.add(x + e, length);
+                return statistics.summary(s.low_rank);
+            };
+            const LogSummary block = noted.statistics && length == kChunk ? noted.statistics[e / kChunk].summary(s.low_rank) : look();
+            tops[k] = block.top, zeros[k] = block.zeros, lows[k] = block.low;
         },
         [&](int first, int count) {
-            const LogBlocks fresh(s, tops, minima.low(s.low_rank), zeros);
+            const LogBlocks fresh(s, tops, lows, zeros);
             for (int k = 0; k < count; ++k) blocks[first + k].log = fresh[k];
         });
 }
@@ -131,9 +119,8 @@ class Summary {
         // Blocks that long have no tensor scale: their unit is one.
         if (storage_.kind != ML_LOG) return scaled_block(storage_, scale_for(storage_, splat(absmax_), 1.0f)[0], absmax_);
         Metadata block;
-        LogMinima minima;
-        minima.set(0, log_);
-        block.log = LogBlocks(storage_, splat(log_.top()), minima.low(storage_.low_rank), splat(log_.zeros()))[0];
+        const LogSummary log = log_.summary(storage_.low_rank);
+        block.log = LogBlocks(storage_, splat(log.top), splat(log.low), splat(log.zeros))[0];
         return block;
     }
 
@@ -146,9 +133,9 @@ class Summary {
 // --- plain floats -------------------------------------------------------------------------------------------
 
 // fp32 to bf16 on the bits; a carry past the largest finite number is stopped there.
-inline vi round_bf16(vf x, const float* thresholds) {
+inline vi round_bf16(vf x, const ChunkDraw* draw, int i) {
     const vu b = (vu)bits(x), magnitude = b & 0x7FFFFFFFu;
-    const vu add = thresholds ? dither(load<vf>(thresholds)) : 0x7FFFu + ((magnitude >> 16) & 1u);
+    const vu add = draw ? dither(draw->threshold(i)) : 0x7FFFu + ((magnitude >> 16) & 1u);
     const vu rounded = min((magnitude + add) & 0xFFFF0000u, splat(kBf16Max));
     return (vi)(rounded | (b & 0x80000000u));
 }
@@ -172,10 +159,10 @@ inline void widen_rows(float* out, const uint16_t* in, const Span& span) {
     for_each_row(span, [&](int e, int i) { widen_floats(out + e, in + i, span.length); });
 }
 
-inline void encode_bf16(uint16_t* out, const float* x, int n, const float* thresholds, const Injection& inject) {
+inline void encode_bf16(uint16_t* out, const float* x, int n, const ChunkDraw* draw, const Injection& inject) {
     for (int e = 0; e < n; e += kLanes) {
         const vf number = load<vf>(x + e);
-        const vi rounded = round_bf16(number, thresholds ? thresholds + e : nullptr);
+        const vi rounded = round_bf16(number, draw, e);
         const vh upper = upper_half(rounded);
         std::memcpy(out + e, &upper, (size_t)(n - e < kLanes ? n - e : kLanes) * sizeof(uint16_t));
         if (inject) inject(e, number - from_bits(rounded));
@@ -219,7 +206,7 @@ template <class Grid>
 inline void decode_scaled(const Grid& grid, const MlStorage& s, const Span& span, const Codes& codes, float* out) {
     const int64_t first = metadata_index(s, span);
     const int hidden = s.hidden, bits = s.bits;
-    for_each_run(span, s.block, [&](int e, int length, int block) {
+    for_each_run(span, s.block, [&](int e, int length, int block, int) {
         const float scale = read_scale(s, span.row, first + block) * (1.0f / (float)(1 << hidden));
         if (!hidden)
             return decode_run(codes, e, length, bits, out, [&](vi code) { return grid.level(code) * scale; });
@@ -231,16 +218,17 @@ inline void decode_scaled(const Grid& grid, const MlStorage& s, const Span& span
 }
 
 template <bool kStochastic, class Grid>
-inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span, const float* x,
-                          const float* thresholds, const Metadata* blocks, const Codes& codes,
-                          const Injection& inject) {
+inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span, const float* x, const Draw& draw,
+                          const Metadata* blocks, const Codes& codes, const Injection& inject) {
     alignas(64) float quotients[kChunk];
     uint8_t *const visible = codes.visible, *const finer = codes.hidden;
     const int hidden = s.hidden, zero_code = s.zero_code;
     const bool is_signed = s.is_signed;
     const vf high = splat(s.limit), low = splat(is_signed ? -s.limit : 0.0f);
-    for_each_run(span, s.block, [&](int e, int length, int block) {
+    for_each_run(span, s.block, [&](int e, int length, int block, int chunk) {
         const bool fits = blocks[block].fits;
+        const ChunkDraw random = kStochastic ? draw.at(span.chunk + (uint64_t)chunk, e) : ChunkDraw{};
+        vf peak{};
         const float scale = blocks[block].scale, unit = scale * (1.0f / (float)(1 << hidden));
         const float* numerators = x + e;
         Divisor quotient;
@@ -251,7 +239,7 @@ inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span
             numerators = quotients;
         }
         for (int i = 0; i < length; i += kLanes) {
-            const vf threshold = kStochastic ? load<vf>(thresholds + e + i) : vf{};
+            const vf threshold = kStochastic ? random.threshold(i) : vf{};
             vf t = quotient(load<vf>(numerators + i));
             if (!fits) t = min(max(t, low), high);
             vi code;
@@ -262,28 +250,30 @@ inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span
                 code >>= hidden;
             }
             store_bytes(visible + e + i, code);
-            if (inject) inject(e + i, load<vf>(x + e + i) - level * unit);
+            if (inject) peak = larger_magnitude(peak, inject(e + i, load<vf>(x + e + i) - level * unit));
         }
+        if (inject.peaks) inject.peaks[chunk] = max(inject.peaks[chunk], peak);
     });
 }
 
 template <class Grid, int kRounding>
-inline void encode_log(const MlStorage& s, const Span& span, const float* x, const float* thresholds,
-                       const Metadata* blocks, const Codes& codes) {
+inline void encode_log(const MlStorage& s, const Span& span, const float* x, const Draw& draw, const Metadata* blocks,
+                       const Codes& codes) {
     uint8_t* const visible = codes.visible;
-    for_each_run(span, s.block, [&](int e, int length, int block) {
+    for_each_run(span, s.block, [&](int e, int length, int block, int chunk) {
         const Grid grid(blocks[block].log, s.bits);
-        for (int i = e; i < e + length; i += kLanes) {
-            const vf number = load<vf>(x + i);
-            const vf threshold = kRounding == ML_NEAREST ? vf{} : load<vf>(thresholds + i);
-            store_bytes(visible + i, grid.with_zeros(number, grid.template encode<kRounding>(number, threshold)));
+        const ChunkDraw random = kRounding == ML_NEAREST ? ChunkDraw{} : draw.at(span.chunk + (uint64_t)chunk, e);
+        for (int i = 0; i < length; i += kLanes) {
+            const vf number = load<vf>(x + e + i);
+            const vf threshold = kRounding == ML_NEAREST ? vf{} : random.threshold(i);
+            store_bytes(visible + e + i, grid.with_zeros(number, grid.template encode<kRounding>(number, threshold)));
         }
     });
 }
 
 inline void decode_log(const MlStorage& s, const Span& span, const Codes& codes, float* out) {
     const int64_t first = metadata_index(s, span);
-    for_each_run(span, s.block, [&](int e, int length, int block) {
+    for_each_run(span, s.block, [&](int e, int length, int block, int) {
         const LogGrid grid(read_log_block(s, first + block), s.bits);
         decode_run(codes, e, length, s.bits, out, [&](vi code) { return grid.level(code); });
     });
@@ -343,15 +333,17 @@ inline void decode(const MlStorage& s, int64_t cols, const Span& span, Codes cod
     clear_rest(span, out);
 }
 
-// Stores a span; `blocks` is its metadata (scaled formats), `thresholds` its random numbers (null: to nearest).
+// Stores a span; `blocks` is its metadata (scaled formats), `draw` its random numbers (none: to nearest).
 // What rounding loses is injected; with `dry` nothing is stored.
-inline void encode(const MlStorage& s, int64_t cols, const Span& span, const float* x, const float* thresholds,
+inline void encode(const MlStorage& s, int64_t cols, const Span& span, const float* x, const Draw& draw,
                    const Metadata* blocks, Codes codes, Injection inject = {}, bool dry = false) {
     const int64_t at = span.row * cols + span.col;
     if (s.kind == ML_BFLOAT16) {
         uint16_t* out = dry ? (uint16_t*)codes.visible : (uint16_t*)s.values + at;
-        return for_each_row(span, [&](int e, int i) {
-            encode_bf16(out + i, x + e, span.length, thresholds ? thresholds + e : nullptr, inject.from(e));
+        return for_each_run(span, kChunk, [&](int e, int length, int, int chunk) {
+            const ChunkDraw random = draw ? draw.at(span.chunk + (uint64_t)chunk, e) : ChunkDraw{};
+            const int i = e / span.pitch * span.length + e % span.pitch;  // where it is stored
+            encode_bf16(out + i, x + e, length, draw ? &random : nullptr, inject.from(e));
         });
     }
     if (s.values) {  // fp32, or a master copy
@@ -361,23 +353,24 @@ inline void encode(const MlStorage& s, int64_t cols, const Span& span, const flo
         if (s.kind == ML_FLOAT32) return;
         inject = {};
     }
+    if (!dry && encode_chunks({s, span, x, draw, blocks, inject, packed_codes(s, span), packed_hidden_codes(s, span)})) return;
     const bool in_place = is_unpacked(s, span) && !dry;
     if (in_place) codes.visible = packed_codes(s, span);
     if (s.kind == ML_LOG) {
-        if (!thresholds)
-            encode_log<LogGrid, ML_NEAREST>(s, span, x, thresholds, blocks, codes);
+        if (!draw)
+            encode_log<LogGrid, ML_NEAREST>(s, span, x, draw, blocks, codes);
         else if (s.rounding == ML_STOCHASTIC_LOG)
-            encode_log<LogGrid, ML_STOCHASTIC_LOG>(s, span, x, thresholds, blocks, codes);
+            encode_log<LogGrid, ML_STOCHASTIC_LOG>(s, span, x, draw, blocks, codes);
         else if (s.rounding == ML_STOCHASTIC_VALUE)
-            encode_log<LogGrid, ML_STOCHASTIC_VALUE>(s, span, x, thresholds, blocks, codes);
+            encode_log<LogGrid, ML_STOCHASTIC_VALUE>(s, span, x, draw, blocks, codes);
         else if (s.bits == 2)
-            encode_log<TwoBitLogGrid, ML_STOCHASTIC>(s, span, x, thresholds, blocks, codes);
+            encode_log<TwoBitLogGrid, ML_STOCHASTIC>(s, span, x, draw, blocks, codes);
         else
-            encode_log<LogGrid, ML_STOCHASTIC>(s, span, x, thresholds, blocks, codes);
+            encode_log<LogGrid, ML_STOCHASTIC>(s, span, x, draw, blocks, codes);
     } else {
         with_grid(s, [&](const auto& grid) {
-            thresholds ? encode_scaled<true>(grid, s, span, x, thresholds, blocks, codes, inject)
-                       : encode_scaled<false>(grid, s, span, x, thresholds, blocks, codes, inject);
+            draw ? encode_scaled<true>(grid, s, span, x, draw, blocks, codes, inject)
+                 : encode_scaled<false>(grid, s, span, x, draw, blocks, codes, inject);
         });
     }
     if (dry) return;

@@ -5,6 +5,7 @@
 // float bits; the lowest level is one of the minima of eight interleaved lanes. All quotients by `step` are exact.
 #pragma once
 
+#include <algorithm>
 #include <numeric>
 
 #include "abi.h"
@@ -54,6 +55,34 @@ inline void write_log_block(const MlStorage& s, int64_t index, const LogBlock& b
     s.step[index] = (int16_t)(uint16_t)(block.step | (block.zero_flag ? 0x8000 : 0));
 }
 
+// What the metadata of a block is made of.
+struct LogSummary {
+    int32_t top;    // float bits of its maximum
+    int32_t low;    // of its lowest level
+    int32_t zeros;  // -1 if there are some
+};
+
+// Float bits of the lowest level, from the minima of a block's lanes: of those that hold a positive number the one of the
+// given rank out of 0 ... 7. (None + 1 wraps around to zero.)
+inline int32_t lowest_level(const uint32_t* minima, int rank) {
+    uint32_t smallest = kNone, second = kNone, largest = 0;  // the usual ranks need no sorting
+    int found = 0;
+    for (int i = 0; i < kLogLanes; ++i) {
+        const uint32_t m = minima[i], above = m > smallest ? m : smallest;
+        second = above < second ? above : second;
+        smallest = m < smallest ? m : smallest;
+        largest = m + 1u > largest ? m + 1u : largest;
+        found += m != kNone;
+    }
+    if (rank == kLogLanes - 1) return (int32_t)largest;
+    const int index = (found > 1 ? found - 1 : 0) * rank / (kLogLanes - 1);
+    if (index <= 1) return (int32_t)((index ? second : smallest) + 1u);
+    uint32_t sorted[kLogLanes];
+    std::memcpy(sorted, minima, sizeof sorted);
+    std::sort(sorted, sorted + kLogLanes);
+    return (int32_t)(sorted[index] + 1u);
+}
+
 // Maximum, lane minima and presence of zeros of a block, gathered piece by piece.
 class LogStatistics {
   public:
@@ -70,9 +99,9 @@ class LogStatistics {
         regular ? add_regular(x, n) : add_irregular(x, n);
     }
 
-    int32_t top() const { return (int32_t)top_; }
-    const uint32_t* minima() const { return minima_; }  // of kLogLanes lanes
-    int32_t zeros() const { return -(int32_t)has_zero_; }
+    LogSummary summary(int rank) const {
+        return {(int32_t)top_, lowest_level(minima_, rank), -(int32_t)has_zero_};
+    }
 
   private:
     static constexpr int kWidth = 16;  // a multiple of every regular number of lanes
@@ -129,46 +158,64 @@ class LogStatistics {
     uint32_t minima_[kLogLanes];
 };
 
-// The lane minima of a vector of blocks, from which their lowest levels are found together.
-class LogMinima {
+// The summary of a block that is one whole chunk, gathered vector by vector.
+class LogChunk {
   public:
-    LogMinima() {
-        for (auto& block : of_block_)
-            for (uint32_t& m : block) m = kNone;
+    LogChunk() : lowest_(splat(kNone)) {
+        for (vu& m : minima_) m = lowest_;
     }
 
-    void set(int k, const LogStatistics& block) { std::memcpy(of_block_[k], block.minima(), sizeof of_block_[k]); }
+    void add(vi b, int o) {
+        top_ = max(top_, b);
+        vu& minimum = minima_[o / kLanes % kVectors];
+        minimum = min(minimum, (vu)b - 1u);
+        lowest_ = min(lowest_, (vu)b);
+    }
 
-    // Bits of the lowest levels: of the lanes that hold a positive number, the one of the given rank out of 0 ... 7.
-    vi low(int rank) const {
-        vu lane[kLogLanes];
-        for (int i = 0; i < kLogLanes; ++i)
-            for (int k = 0; k < kLanes; ++k) lane[i][k] = of_block_[k][i];
-        if (rank == kLogLanes - 1) {  // the ends need no sorting; none + 1 wraps around to zero
-            vu largest{};
-            for (const vu& m : lane) largest = max(largest, m + 1u);
-            return (vi)largest;
-        }
-        vi found{};
-        for (const vu& m : lane) found -= (vi)(m != kNone);
-        sort(lane);
-        const vi index = max(found - 1, vi{}) * rank / (kLogLanes - 1);
-        vu chosen = lane[0];
-        for (int i = 1; i < kLogLanes; ++i) chosen = index == i ? lane[i] : chosen;
-        return (vi)(chosen + 1u);
+    vi top() const { return top_; }
+
+    LogSummary summary(int rank) const {
+        // A number that overflowed was stored as the largest one.
+        const int32_t top = horizontal_max(top_), largest = 0x7F7FFFFF;
+        return {top < largest ? top : largest, low(rank), all(lowest_ != 0u) ? 0 : -1};
     }
 
   private:
-    static void sort(vu* x) {  // Batcher's network
-        constexpr int kPairs[][2] = {{0, 1}, {2, 3}, {4, 5}, {6, 7}, {0, 2}, {1, 3}, {4, 6}, {5, 7}, {1, 2}, {5, 6},
-                                     {0, 4}, {1, 5}, {2, 6}, {3, 7}, {2, 4}, {3, 5}, {1, 2}, {3, 4}, {5, 6}};
-        for (const auto& pair : kPairs) {
-            const vu a = x[pair[0]], b = x[pair[1]];
-            x[pair[0]] = min(a, b), x[pair[1]] = max(a, b);
+    int32_t low(int rank) const {
+        vu smallest = minima_[0], second = splat(kNone);  // of the lanes that have met
+        if (kVectors == 2) second = max(minima_[0], minima_[1]), smallest = min(minima_[0], minima_[1]);
+        if (kLanes > kLogLanes) smallest = min(smallest, partners<kLogLanes>(smallest));  // the same lanes
+        if (rank == kLogLanes - 1) {
+            vu largest = smallest + 1u;
+            if (kVectors == 2) largest = max(largest, second + 1u);
+            return (int32_t)horizontal_max((vi)largest);
         }
+        const bool all_found = all(smallest != kNone) && (kVectors == 1 || all(second != kNone));
+        if (rank > 1 || !all_found) {
+            uint32_t minima[2 * kLanes];
+            std::memcpy(minima, &smallest, sizeof smallest);
+            std::memcpy(minima + kLanes, &second, sizeof second);
+            return lowest_level(minima, rank);
+        }
+        meet<4>(smallest, second);
+        meet<2>(smallest, second);
+        meet<1>(smallest, second);
+        return (int32_t)((rank ? second[0] : smallest[0]) + 1u);
     }
 
-    uint32_t of_block_[kLanes][kLogLanes];
+    // The two smallest of each lane's and its partner's two smallest.
+    template <int kDistance>
+    static void meet(vu& smallest, vu& second) {
+        if (kDistance >= kLanes) return;  // those met when there were two vectors
+        const vu other = partners<kDistance>(smallest), other_second = partners<kDistance>(second);
+        second = min(max(smallest, other), min(second, other_second));
+        smallest = min(smallest, other);
+    }
+
+    static constexpr int kVectors = kLanes < kLogLanes ? kLogLanes / kLanes : 1;
+
+    vi top_{};
+    vu lowest_, minima_[kVectors];
 };
 
 // The metadata of a vector of blocks from the float bits of their maxima and lowest levels; `zeros` is -1 where there are
@@ -192,12 +239,22 @@ struct LogBlocks {
     LogBlock operator[](int k) const { return {top[k], step[k], zeros[k] != 0, {linear[k], square[k]}}; }
 };
 
+// What the codes of a block stand for, by code modulo 2^bits.
+inline vf log_levels(const LogBlock& block, int bits) {
+    const int32_t last = (1 << bits) - 1;
+    const vi code = lane_numbers() & last;
+    const vi levels = max((vi)((uint32_t)block.top - (vu)code * ((uint32_t)block.step << kStepUnit)), splat((int32_t)(block.top > 0)));
+    return from_bits(block.zero_flag ? select(code == last, vi{}, levels) : levels);
+}
+
 // Codes of positive numbers in a block; `with_zeros` then turns them into those of a block that has zeros.
 class LogCodes {
   public:
     LogCodes(const LogBlock& block, int bits)
         : has_zeros_(block.zero_flag || block.top == 0), last_((1 << bits) - 1 - block.zero_flag),
           zero_code_(block.zero_flag ? (1 << bits) - 1 : 0) {}
+
+    bool has_zeros() const { return has_zeros_; }
 
     vi with_zeros(vf x, vi code) const {
         if (!has_zeros_) return code;

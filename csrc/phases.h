@@ -20,16 +20,16 @@ class Phases {
         Phases phases(repeats, s.n);
         const auto store_moment = [&](const char* name, const MlStorage& stored, float* x, const Draw& draw) {
             if (!is_scaled(stored)) return;
-            phases.add(std::string("scales of the ") + name, [&] { fresh_blocks(stored, s, x, work.blocks); });
+            phases.add(std::string("scales of the ") + name, [&] { fresh_blocks(stored, s, x, Noted{}, work.blocks); });
             phases.add(std::string("rounding of the ") + name,
-                       [&] { encode(stored, t.cols, s, x, draw.thresholds, work.blocks, work.codes()); });
+                       [&] { encode(stored, t.cols, s, x, draw, work.blocks, work.codes()); });
         };
         p.load_gradient(s);
         p.target(s);
         phases.add("decoding of the weight", [&] { p.decode_weight(s); });
         if (p.has_first_) phases.add("decoding of the first moment", [&] { decode(t.first, t.cols, s, work.codes(), work.m); });
         phases.add("decoding of the second moment", [&] { p.decode_second(s); });
-        phases.add("rule and random numbers", [&] { p.apply_rule(s, false); });
+        phases.add("decoding, rule, random numbers", [&] { p.target(s); });
         p.decode_weight(s);
         if (is_scaled(t.weight)) phases.add("scales of the weight", [&] { p.weight_blocks(s); });
         const Metadata* const blocks = p.weight_blocks(s);

@@ -10,31 +10,11 @@
 
 #include <cmath>
 
-#include "codec.h"
-#include "rules.h"
+#include "advance.h"
+#include "workspace.h"
 
 namespace masterless {
 inline namespace MASTERLESS_ISA {
-
-constexpr int kMaxSpan = 8192;  // elements in the buffers at once
-constexpr int kSpan = 1024;     // elements that are taken together when tiles are short: they stay in the L1 cache
-constexpr int kMaxBlocks = kMaxSpan / 16;
-
-struct Workspace {
-    // The odd sizes keep buffers from falling on the same cache sets.
-    alignas(64) float g[kMaxSpan + 16];
-    alignas(64) float w[kMaxSpan + 48];
-    alignas(64) float m[kMaxSpan + 80];
-    alignas(64) float v[kMaxSpan + 112];
-    alignas(64) float weight_thresholds[kMaxSpan + 176];
-    alignas(64) float first_thresholds[kMaxSpan + 208];
-    alignas(64) float second_thresholds[kMaxSpan + 240];
-    alignas(64) uint8_t visible[2 * kMaxSpan + 64];
-    alignas(64) uint8_t hidden[kMaxSpan + 64];
-    Metadata blocks[kMaxBlocks];
-
-    Codes codes() { return {visible, hidden}; }
-};
 
 // Metadata that is known before a span is encoded, because its block is longer than the span.
 struct Known {
@@ -50,12 +30,11 @@ class Pipeline {
     // `weight_scale`: the scale of a weight that has only one, once it is known. `mean_rows`: of factored second
     // moments, the mean of the row factors of every matrix. `surveyed`: it is known that all gradients are finite.
     Pipeline(MlTask& task, Workspace& work, const Metadata* weight_scale, const float* mean_rows, bool surveyed = false)
-        : t_(task), b_(work), weight_scale_(weight_scale), mean_rows_(mean_rows), surveyed_(surveyed),
+        : t_(task), b_(arranged(work, task)), c_(task), weight_scale_(weight_scale), mean_rows_(mean_rows), surveyed_(surveyed),
           has_first_(task.first.kind != ML_NONE), inject_(task.inject_error && task.first.kind != ML_NONE),
           stores_weight_(task.scale_policy != ML_FROZEN), stores_first_(has_first_ && !keeps_first(task)),
-          rule_(rule_function(task)), weight_draw_(draw(task.weight, work.weight_thresholds)),
-          first_draw_(draw(task.first, work.first_thresholds)),
-          second_draw_(draw(task.second, work.second_thresholds)) {}
+          any_(any_function(task)), weight_draw_(draw(task.weight, work.words)),
+          first_draw_(draw(task.first, work.words)), second_draw_(draw(task.second, work.words)) {}
 
     static int64_t unit_length(const MlTask& t) { return t.tile > kSpan ? t.tile : kSpan; }
 
@@ -153,18 +132,26 @@ class Pipeline {
     bool target(const Span& s, bool in_place = false) {
         in_place = in_place && t_.weight.kind == ML_FLOAT32 && stores_weight_;
         w_ = in_place ? (float*)t_.weight.values + s.row * t_.cols + s.col : b_.w;
-        if (!in_place) decode_weight(s);
-        if (has_first_) decode(t_.first, t_.cols, s, b_.codes(), b_.m);
-        decode_second(s);
-        return apply_rule(s, in_place);
+        const Passage how = passage_of(s, in_place);
+        const bool by_chunks = how.function != nullptr;
+        noted_weight_.peaks = by_chunks && how.weight != From::kPlace ? b_.weight_peaks : nullptr;
+        noted_first_.peaks = by_chunks ? b_.first_peaks : nullptr;
+        noted_second_.statistics = by_chunks && t_.second.kind == ML_LOG ? b_.second_statistics : nullptr;
+        if (!in_place && how.weight == From::kBuffer) decode_weight(s);
+        if (has_first_ && !how.packed) decode(t_.first, t_.cols, s, b_.codes(), b_.m);
+        if (!how.packed || t_.second.kind == ML_FACTORED) decode_second(s);
+        return apply_rule(s, by_chunks ? how.function : any_, in_place);
     }
 
     // The rule on what is decoded.
-    bool apply_rule(const Span& s, bool in_place) {
-        const TileBuffers buffers{g_, narrow_g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr, weight_draw_, first_draw_, second_draw_,
-                                  after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, kLanes), after(s, t_.weight, kLanes),
-                                  after(s, t_.first, kChunk), after(s, t_.second, kChunk)};
-        const bool finite = rule_(t_, {s.n, s.length, s.pitch, s.chunk}, buffers);
+    bool apply_rule(const Span& s, RuleFunction rule, bool in_place) {
+        const int at_a_time = rule == any_ ? kLanes : kChunk;
+        const bool draws = weight_draw_ || first_draw_ || second_draw_ || rule != any_;
+        const Tile tile{g_, narrow_g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr, draws ? b_.words : nullptr,
+                        b_.weight_peaks, b_.first_peaks, b_.second_statistics,
+                        after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, at_a_time), after(s, t_.weight, at_a_time),
+                        after(s, t_.first, kChunk), after(s, t_.second, kChunk), &c_};
+        const bool finite = rule(t_, s, tile);
         for (float* buffer : {b_.w, b_.m, b_.v}) clear_rest(s, buffer);
         return finite;
     }
@@ -178,6 +165,21 @@ class Pipeline {
 
   private:
     friend class Phases;
+
+    // Spans of one length go the same way.
+    const Passage& passage_of(const Span& s, bool in_place) {
+        const int kind = 4 * s.length + 2 * in_place + (narrow_g_ != nullptr);
+        if (kind != passage_kind_) {
+            passage_ = passage(t_, c_, s, narrow_g_ != nullptr, in_place, inject_);
+            passage_kind_ = kind;
+        }
+        return passage_;
+    }
+
+    static Workspace& arranged(Workspace& work, const MlTask& task) {
+        work.arrange(unit_length(task));
+        return work;
+    }
 
     uint64_t chunk(int64_t row, int64_t col) const {
         const int64_t chunks_per_row = (t_.cols + kChunk - 1) / kChunk;
@@ -201,10 +203,10 @@ class Pipeline {
     }
 
     // A master copy loses nothing, so its visible code is simply the nearest.
-    static Draw draw(const MlStorage& s, float* thresholds) {
+    static Draw draw(const MlStorage& s, const uint32_t* words) {
         const bool plain = s.kind == ML_NONE || s.kind == ML_FLOAT32 || s.kind == ML_FACTORED;
         const bool master = is_scaled(s) && s.values;
-        return {s.key, plain || master || s.rounding == ML_NEAREST ? nullptr : thresholds};
+        return {s.key, plain || master || s.rounding == ML_NEAREST ? nullptr : words};
     }
 
     // Arrays are contiguous across rows, so what follows a span is what the next one reads.
@@ -232,17 +234,25 @@ class Pipeline {
     // Rounds and stores the target and the new moments.
     void finish(const Span& s, const Known& known) {
         if (stores_weight_) round_weight(s, known.weight, false);
-        if (stores_first_) store_moment(t_.first, s, b_.m, first_draw_.thresholds, known.first);
+        if (stores_first_) store_moment(t_.first, s, b_.m, noted_first_, first_draw_, known.first);
         if (t_.second.kind != ML_NONE && t_.second.kind != ML_FACTORED)
-            store_moment(t_.second, s, b_.v, second_draw_.thresholds, known.second);
+            store_moment(t_.second, s, b_.v, noted_second_, second_draw_, known.second);
     }
 
     // Stores the target (unless `dry`), and injects what rounding lost into the first moment.
     void round_weight(const Span& s, const Metadata* known, bool dry) {
         const MlStorage& weight = t_.weight;
         const Metadata* blocks = known ? known : weight_blocks(s);
-        const Injection inject = inject_ ? Injection{b_.m, splat(t_.inject)} : Injection{};
-        encode(weight, t_.cols, s, w_, weight_draw_.thresholds, blocks, b_.codes(), inject, dry);
+        Injection inject = inject_ ? Injection{b_.m, splat(t_.inject)} : Injection{};
+        if (inject && noted_first_.peaks) {
+            if (is_scaled(weight) && !weight.values) {
+                inject.peaks = b_.first_peaks;
+                std::fill_n(b_.first_peaks, s.n / kChunk, vf{});
+            } else {
+                noted_first_.peaks = nullptr;  // plain weights do not note them
+            }
+        }
+        encode(weight, t_.cols, s, w_, weight_draw_, blocks, b_.codes(), inject, dry);
         if (is_scaled(weight) && !known) {
             const int64_t first = metadata_index(weight, s);
             for_each_block(s, weight.block, [&](int, int, int k) { write_metadata(weight, s.row, first + k, blocks[k]); });
@@ -262,7 +272,7 @@ class Pipeline {
         const MlStorage& weight = t_.weight;
         if (!is_scaled(weight)) return nullptr;
         const int64_t first = metadata_index(weight, s);
-        scale_blocks(weight, s, b_.w, b_.blocks, [&](vf peaks, int at, int count) {
+        scale_blocks(weight, s, b_.w, noted_weight_.peaks, b_.blocks, [&](vf peaks, int at, int count) {
             vf held{};
             for (int k = 0; k < count; ++k) held[k] = read_scale(weight, s.row, first + at + k);
             return next_scale(weight, t_.scale_policy, peaks, held, scale_unit(weight, s.row));
@@ -270,17 +280,17 @@ class Pipeline {
         return b_.blocks;
     }
 
-    void store_moment(const MlStorage& moment, const Span& s, const float* x, const float* thresholds,
+    void store_moment(const MlStorage& moment, const Span& s, const float* x, const Noted& noted, const Draw& draw,
                       const Metadata* known) {
         const Metadata* blocks = known;
         if (!known && is_scaled(moment)) {
             const int64_t first = metadata_index(moment, s);
-            fresh_blocks(moment, s, x, b_.blocks);
+            fresh_blocks(moment, s, x, noted, b_.blocks);
             for_each_block(s, moment.block,
                            [&](int, int, int k) { write_metadata(moment, s.row, first + k, b_.blocks[k]); });
             blocks = b_.blocks;
         }
-        encode(moment, t_.cols, s, x, thresholds, blocks, b_.codes());
+        encode(moment, t_.cols, s, x, draw, blocks, b_.codes());
     }
 
     // --- a row that is one tile and does not fit into the buffers ---------------------------------------------
@@ -342,6 +352,9 @@ class Pipeline {
 
     MlTask& t_;
     Workspace& b_;
+    const Scalars c_;
+    Passage passage_;
+    int passage_kind_ = -1;
     const float* g_ = nullptr;  // the loaded gradient and the target: in the workspace, or where they are stored
     const uint16_t* narrow_g_ = nullptr;  // of a bf16 gradient that is read there, instead of g_
     float* w_ = nullptr;
@@ -351,8 +364,9 @@ class Pipeline {
     const bool surveyed_;
     const bool has_first_, inject_;
     const bool stores_weight_, stores_first_;
-    const RuleFunction rule_;
+    const RuleFunction any_;
     const Draw weight_draw_, first_draw_, second_draw_;
+    Noted noted_weight_, noted_first_, noted_second_;  // of the span whose target is known
 };
 
 }  // namespace MASTERLESS_ISA

@@ -24,8 +24,7 @@ inline uint64_t chunk_word(uint64_t key, uint64_t chunk) {
 // The mixed words of a chunk, kLanes elements after the other: the upper 16 bits, and half a unit below them.
 class ChunkRandom {
   public:
-    ChunkRandom(uint64_t weight_key, uint64_t chunk)
-        : counter_((uint32_t)chunk_word(weight_key, chunk) + (vu)lane_numbers() * kWeyl) {}
+    explicit ChunkRandom(uint64_t word_of_weight) : counter_((uint32_t)word_of_weight + (vu)lane_numbers() * kWeyl) {}
 
     vu next() {
         const vu x = counter_;
@@ -46,17 +45,30 @@ inline vu chunk_offset(uint64_t key, uint64_t chunk) {
 // What stochastic rounding compares a fraction with, (u + 1/2) / 2^16, in units of a power of two: multiplying by that is
 // exact, and mostly costs nothing where the threshold is used.
 constexpr float kThresholdUnit = 0x1p-32f;
-inline vf threshold(vu word) {  // exact: of a word 17 bits count
-    return kConvertsUnsigned ? to_float(word) : to_float((vi)word) + 0x1p31f;
-}
+
+// The random numbers of one stored tensor in one chunk; of a tensor that is rounded to nearest there are none.
+struct ChunkDraw {
+    const uint32_t* words = nullptr;  // mixed, of the chunk's elements
+    vu offset{};
+
+    vf threshold(int i) const {  // exact: of a word 17 bits count
+        const vu word = load<vu>(words + i) + offset;
+        return kConvertsUnsigned ? to_float(word) : to_float((vi)word) + 0x1p31f;
+    }
+};
 
 // The integer u below 2^16 that a threshold was made of.
 inline vu dither(vf threshold) { return (vu)to_int(threshold * (kThresholdUnit * 0x1p16f)); }
 
-// Where the thresholds of one stored tensor go, one an element; nowhere if it is rounded to nearest.
+// The random numbers of one stored tensor in a span: its key, and the mixed words, which all tensors of an element share.
 struct Draw {
     uint64_t key = 0;
-    float* thresholds = nullptr;
+    const uint32_t* words = nullptr;  // none: it is rounded to nearest
+
+    explicit operator bool() const { return words != nullptr; }
+
+    // Of the chunk with this number, from element e of the span on.
+    ChunkDraw at(uint64_t chunk, int e) const { return {words + e, chunk_offset(key, chunk)}; }
 };
 
 }  // namespace MASTERLESS_ISA

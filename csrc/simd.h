@@ -80,6 +80,14 @@ inline vi max(vi a, vi b) { return a > b ? a : b; }
 inline vu min(vu a, vu b) { return a < b ? a : b; }
 inline vu max(vu a, vu b) { return a > b ? a : b; }
 
+// Every lane's partner: the one whose number differs in one bit, kDistance.
+template <int kDistance>
+inline vu partners(vu x) {
+    vu other;
+    for (int i = 0; i < kLanes; ++i) other[i] = x[(i ^ kDistance) % kLanes];
+    return other;
+}
+
 inline vf magnitude(vf x) { return from_bits(bits(x) & 0x7FFFFFFF); }
 
 // A float of this size has no fraction, so adding kShift to a smaller number rounds that to an integer, which then

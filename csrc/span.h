@@ -14,6 +14,7 @@ struct Span {
     int pitch;       // from one row to the next in the buffers: n, or the length in whole vectors
 
     bool has_whole_vectors() const { return length % kLanes == 0; }  // then rows lie side by side in the buffers, too
+    bool has_whole_chunks() const { return length % kChunk == 0; }
     int count() const { return n / pitch * length; }
 };
 
@@ -31,19 +32,22 @@ inline void clear_rest(const Span& span, float* x) {
     for_each_row(span, [&](int e, int) { store(x + e + whole, select(is_number, load<vf>(x + e + whole), vf{})); });
 }
 
-// Calls f(e, length, block) for the pieces of a span that share both a block and a chunk.
+// Calls f(e, length, block, chunk) for the pieces of a span that share both a block and a chunk; blocks and chunks are
+// counted from the span's first.
 template <class F>
 inline void for_each_run(const Span& span, int64_t block_length, F&& f) {
     const int run = block_length < kChunk ? (int)block_length : kChunk;
+    int chunk = 0;
     for (int start = 0, block = 0; start < span.n; start += span.pitch) {
         const int end = start + span.length;
         int64_t left = block_length;  // of the block; counted, for a division a run would cost as much as ten vectors
         for (int e = start; e < end; e += run) {
-            f(e, end - e < run ? end - e : run, block);
+            f(e, end - e < run ? end - e : run, block, chunk + (e - start) / kChunk);
             left -= run;
             if (left <= 0) ++block, left = block_length;
         }
         block += left < block_length;
+        chunk += (span.length + kChunk - 1) / kChunk;
     }
 }
 

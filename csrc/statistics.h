@@ -158,8 +158,9 @@ inline void load_adafactor_update(const MlTask& t, Pipeline& p, Workspace& work,
     p.decode_second(s);
     const Scalars c(t);
     for (int e = 0; e < s.n; e += kLanes) {
-        const SecondMoment second{load<vf>(work.v + e), t.second.kind == ML_FACTORED, c};
-        const Update u = Adafactor::step<false>(load<vf>(g + e), vf{}, second, c);
+        const vf v = load<vf>(work.v + e);
+        const SecondMoment second{v, v * c.keep2, vf{}, t.second.kind == ML_FACTORED, true, c};
+        const Update u = Adafactor::step<false, Root::kCoarse>(load<vf>(g + e), vf{}, second, c);
         store(work.g + e, quotient(u.direction, u.denominator, c));
     }
     for (int e = s.n; e % kLanes; ++e) work.g[e] = 0.0f;

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 from benchmarks import gpu_compile  # noqa: E402
 
 LIMITS = {
-    ("int4, int4/log2, injected", "sm_90"): 180.0,
-    ("int4+4, int2/factored", "sm_90"): 135.0,
+    ("int4, int4/log2, injected", "sm_90"): 160.0,
+    ("int4+4, int2/factored", "sm_90"): 105.0,
 }
 GROWTH = 1.02  # another ptxas may place an instruction more; a change of a kernel that costs more is meant to be seen
 BY_NAME = {kernel.name: kernel for kernel in gpu_compile.kernels()}

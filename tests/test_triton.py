@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
         ("covering", 34),
         ("hostile", 8),
         ("rows", 1),
+        ("roots", 1),
         ("decoding", 1),
         ("stopping", 1),
         ("optimizing", 1),

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -89,8 +90,19 @@ def long_rows() -> list[Case]:
             ("int4:row", "int8:row", "log4:row", "normal"),
             ("fp32", "int4", "log2:row", "sparse"),
             ("fp8:row", "dynamic4:row", "ufp8", "nan"),
+            ("int4:row", "int4", "log4", "normal"),
         )
     ]
+
+
+def inverse_roots() -> None:
+    """Adam where its second moment is not exact, and in part zero: eps is zero, or its square is, or neither."""
+    rules = ("adam", "adam_update_units", "adam_weight_units")
+    seconds = ("log2", "log4", "factored", "fp8")
+    for eps in (0.0, 1e-30, 1e-8):
+        groups = {rule: {**kernel_cases.GROUPS[rule], "eps": eps} for rule in rules}
+        with mock.patch.dict(kernel_cases.GROUPS, groups):
+            check([Case(r, "int4", "fp32", v, (3, 128), gradients="mixed") for r in rules for v in seconds])
 
 
 def decoding() -> None:
@@ -290,6 +302,7 @@ SUITES = {
     "covering": lambda count: check(covering(count)),
     "hostile": lambda count: check(hostile(count)),
     "rows": lambda count: check(long_rows()),
+    "roots": lambda count: inverse_roots(),
     "decoding": lambda count: (decoding(), every_code()),
     "stopping": lambda count: stopping(),
     "optimizing": lambda count: optimizing(),

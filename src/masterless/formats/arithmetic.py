@@ -1,4 +1,4 @@
-"""Exact arithmetic: denormal numbers are numbers whatever the program around has asked for, roots, bits of floats."""
+"""Arithmetic to the bit: denormal numbers are numbers whatever the program around has asked for, roots, float bits."""
 
 from __future__ import annotations
 
@@ -47,3 +47,13 @@ def bits_float(bits: Tensor) -> Tensor:
 def exact_sqrt(x: Tensor) -> Tensor:
     """Correctly rounded fp32 square root; `torch.sqrt` is off by one ulp in 0.6% of cases on CPUs with MKL."""
     return x.to(torch.float64).sqrt().to(torch.float32)
+
+
+def inverse_root(x: Tensor) -> Tensor:
+    """``1 / sqrt(x)`` of non-negative fp32 numbers, within 0.07%: a guess from the float bits and one step of Newton's.
+
+    It takes seven cheap operations, where a root and a division keep a processor busy for as long as all the rest of a
+    step. Constants by Kadlec, who balanced the errors. Of denormal numbers and zero it is about 1.9e19, too little.
+    """
+    y = bits_float(0x5F1FFFF9 - (float_bits(x) >> 1))
+    return y * (1.68191391 - (x * y) * y * 0.703952253)

@@ -28,7 +28,7 @@ class Adam(LowBitOptimizer):
         lr: learning rate, a float or a one-element tensor.
         betas: decay rates of the two averages. Few bits want a smaller beta1: see `beta_for_bits`. With
             ``beta1 = 0`` there is no first moment; ``exp_avg="none"`` then says so in the checkpoint.
-        eps: added to the denominator.
+        eps: added to the denominator; its square to v, under the root, where v is neither fp32 nor bf16.
         weight_decay: coupled (L2) in Adam, decoupled in AdamW.
         amsgrad: refused.
         exp_avg: format of the first moment: "int8", "int4", "dynamic4", "fp8", "bf16", "fp32", "none", ...

@@ -7,7 +7,9 @@ Contract:
           W~ = decay * W - step_size * (direction / denominator)
 
     * Only add, subtract, multiply, divide and the correctly rounded square root, one operation at a time and in
-      the order written: the compiled kernel repeats it to the bit. Every scalar is computed once, in
+      the order written: the compiled kernel repeats it to the bit. Adam divides by the root of a second moment that is
+      not stored exactly (`SecondMoment.is_exact`) through `inverse_root`, within 0.07%, and there eps stands under the
+      root: ``sqrt(v + eps^2)``. Every scalar is computed once, in
       double precision, by the rule's `scalars` function (`scalars.py`) and rounded to fp32 where it meets a tile.
     * Nothing moves where a denominator is zero (`quotient`).
     * A first moment of None means that it is not stored: the gradient stands in its place.
@@ -29,7 +31,7 @@ import torch
 from torch import Tensor
 
 from masterless.formats import Format
-from masterless.formats.arithmetic import exact_sqrt
+from masterless.formats.arithmetic import exact_sqrt, inverse_root
 from masterless.step.scalars import (
     Planned,
     Scalars,
@@ -54,15 +56,42 @@ class SecondMoment(NamedTuple):
         stored: the average as decoded; of a factored one the estimate that this step's statistics have entered already.
         is_current: whether they have.
         c: the step's numbers.
+        is_exact: whether it is stored in fp32 or bf16; all else is so coarse that `inverse_root` will do.
     """
 
     stored: Tensor
     is_current: bool
     c: Scalars
+    is_exact: bool = True
 
     def __call__(self, innovation: Tensor) -> Tensor:
         """The new average."""
         return self.stored if self.is_current else self.stored * self.c.keep2 + innovation * self.c.rate2
+
+    def under_root(self, v: Tensor) -> Tensor:
+        """What Adam takes the root of: v, and the square of eps, in the units of v before bias correction."""
+        eps = self.over_bias(self.c.eps)
+        return v + eps * eps
+
+    def over_bias(self, number: float) -> Tensor:
+        """A number over the bias correction of v's root, in fp32."""
+        return torch.tensor(number, dtype=torch.float32) / torch.tensor(self.c.bias2, dtype=torch.float32)
+
+    def normalised(self, g: Tensor, v: Tensor) -> Tensor:
+        """``g / (sqrt(v) bias2)``, of a v that is not exact; zero where v is."""
+        x = self.under_root(v)
+        return torch.where(x > 0, g * inverse_root(x) * self.over_bias(1.0), 0.0)
+
+    def carried(self, kept: Tensor, g: Tensor, v: Tensor) -> Tensor:
+        """``kept d'/d + rate1 g / d``: a momentum in weight units, carried over from a v to the next, neither exact."""
+        x = self.under_root(v)
+        y = inverse_root(x)
+        rate = self.over_bias(self.c.rate1)
+        if self.is_current:
+            return torch.where(x > 0, kept + g * y * rate, kept)
+        was = self.under_root(self.stored)
+        before = torch.where(self.stored > 0, was * inverse_root(was) * self.over_bias(self.c.bias2_before), x * y)
+        return torch.where(x > 0, (kept * before + g * rate) * y, kept)
 
 
 class Update(NamedTuple):
@@ -87,6 +116,8 @@ def adam(g: Tensor, m: Tensor | None, second_moment: SecondMoment, c: Scalars) -
     """Adam: ``m <- m + (1-b1)(g - m); v <- b2 v + (1-b2) g^2; step m / (sqrt(v / (1-b2^t)) + eps)``."""
     m = _ema(m, g, c)
     v = second_moment(g * g)
+    if not second_moment.is_exact:
+        return Update(m, v, second_moment.normalised(m, v), None)
     return Update(m, v, m, exact_sqrt(v) * c.bias2 + c.eps)
 
 
@@ -96,7 +127,8 @@ def adam_update_units(g: Tensor, u: Tensor | None, second_moment: SecondMoment, 
     All coordinates of a block then have the same scale, which is what a coarse code wants.
     """
     v = second_moment(g * g)
-    u = _ema(u, quotient(g, exact_sqrt(v) * c.bias2 + c.eps), c)
+    exact = second_moment.is_exact
+    u = _ema(u, quotient(g, exact_sqrt(v) * c.bias2 + c.eps) if exact else second_moment.normalised(g, v), c)
     return Update(u, v, u, None)
 
 
@@ -108,6 +140,9 @@ def adam_weight_units(g: Tensor, u: Tensor | None, second_moment: SecondMoment, 
     No bias correction of u: what was put into it must come out again in full, ``b1/(1-b1)`` times.
     """
     v = second_moment(g * g)
+    if not second_moment.is_exact:
+        u = None if u is None else second_moment.carried(u * c.keep1, g, v)
+        return Update(u, v, second_moment.normalised(g, v) if u is None else u, None)
     d = exact_sqrt(v) * c.bias2 + c.eps
     if u is None:
         return Update(None, v, g, d)

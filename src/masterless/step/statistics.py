@@ -83,9 +83,11 @@ def second_moment(task: Task, known: Known, start: int, stop: int) -> SecondMome
     """The rule's view of its second moment in some rows; None if it has none."""
     if task.factored:
         assert task.second is not None
-        return SecondMoment(factored_rows(task.second, start, stop, known.row_means), True, known.scalars)
+        return SecondMoment(factored_rows(task.second, start, stop, known.row_means), True, known.scalars, False)
     old = tile.decoded(task.second, start, stop)
-    return None if old is None else SecondMoment(old, False, known.scalars)
+    if old is None or task.second is None:
+        return None
+    return SecondMoment(old, False, known.scalars, task.second.format.kind in ("float32", "bfloat16"))
 
 
 def gradient_rows(task: Task, grad: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:

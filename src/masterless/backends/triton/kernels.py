@@ -44,7 +44,7 @@ from masterless.backends.triton.record import (
     WEIGHT_KEY,
     WORKSPACE,
 )
-from masterless.backends.triton.rules import denominator_before, descent_gradient, update
+from masterless.backends.triton.rules import descent_gradient, root_before, update
 from masterless.backends.triton.tiles import (
     elements,
     load_codes,
@@ -129,13 +129,20 @@ def decode_second(record, s, geometry, cols, STEP: tl.constexpr):
 
 
 @triton.jit
+def _level_before(level, c):
+    """The `root_before` of a level, and NaN of zero: then the second moment is not needed to know where it was zero."""
+    return tl.where(level > 0.0, root_before(level, c), float("nan"))
+
+
+@triton.jit
 def decode_two_bits(s, geometry, c, STEP: tl.constexpr):
-    """The second moment in a two-bit log code, and its `denominator_before`: a root for each level, not element."""
+    """The second moment in a two-bit log code, and its `_level_before`: a root for each level, not element."""
     codes = load_codes(pointer(s[0], tl.uint8, STEP.aligned), geometry, s[5], 2, False, STEP)
     levels = log_code.two_bit_levels(log_code.load_log_metadata(s, geometry, STEP.second))
-    first, second = denominator_before(levels[0], c), denominator_before(levels[1], c)
-    third, last = denominator_before(levels[2], c), denominator_before(levels[3], c)
-    return log_code.picked(codes, levels), log_code.picked(codes, (first, second, third, last))
+    first, second = _level_before(levels[0], c), _level_before(levels[1], c)
+    third, last = _level_before(levels[2], c), _level_before(levels[3], c)
+    v = log_code.picked(codes, levels)
+    return v, log_code.of_level(v, levels, (first, second, third, last))
 
 
 @triton.jit

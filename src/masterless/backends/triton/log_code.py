@@ -101,7 +101,8 @@ def lane_minima(x, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
     """The bits, less one, of the smallest positive number of each of a block's eight lanes: ``[blocks, 8]``."""
     # Less one, as unsigned numbers: a zero is above all others, as is what does not exist.
     bits = where_present(float_bits(x), 0, geometry, STEP.ragged).to(tl.uint32) - 1
-    if (STEP.ragged == 2 and STEP.walk != "rows") or (CODEC.block > 0 and CODEC.block < 128):
+    whole_row: tl.constexpr = STEP.walk == "rows" and CODEC.block == 0  # which is long, whatever its last chunk lacks
+    if (STEP.ragged == 2 and not whole_row) or (CODEC.block > 0 and CODEC.block < 128):
         return _short_lanes(bits, geometry, cols, CODEC, STEP)
     else:
         # Eight lanes, which the 32 elements of a slice pass through four times.
@@ -187,6 +188,18 @@ def picked(codes, of_code):
     """Of four numbers of every block those of two-bit codes."""
     odd = (codes & 1) != 0
     return tl.where((codes & 2) != 0, tl.where(odd, of_code[3], of_code[2]), tl.where(odd, of_code[1], of_code[0]))
+
+
+@triton.jit
+def of_level(x, levels, of_code):
+    """Of four numbers of every block those of the levels that x are.
+
+    By comparison, not by code: a second choice by the same bits makes NVIDIA's compiler keep all of them until then,
+    packed into registers, which takes more instructions than to compare anew.
+    """
+    upper = tl.where(x >= levels[0], of_code[0], of_code[1])
+    lower = tl.where(x >= levels[2], of_code[2], of_code[3])
+    return tl.where(x >= levels[1], upper, lower)
 
 
 @triton.jit

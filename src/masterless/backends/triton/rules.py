@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from masterless.backends.triton.numbers import quotient
+from masterless.backends.triton.numbers import inverse_root, quotient
 
 
 @triton.jit
@@ -60,17 +60,61 @@ def _sign(x):
     return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
 
 
+# --- Adam with a second moment that is not exact -------------------------------------------------------------------
+
+
 @triton.jit
-def denominator_before(v, c):
-    """What Adam divided by when the second moment was this."""
-    return tl.sqrt_rn(v) * c[11] + c[8]
+def _over_bias(number, c):
+    """As `SecondMoment.over_bias`."""
+    return tl.div_rn(number, c[7])
+
+
+@triton.jit
+def _under_root(v, c):
+    """As `SecondMoment.under_root`."""
+    eps = _over_bias(c[8], c)
+    return v + eps * eps
+
+
+@triton.jit
+def _normalised(g, v, c):
+    """As `SecondMoment.normalised`."""
+    x = _under_root(v, c)
+    return tl.where(x > 0.0, g * inverse_root(x) * _over_bias(1.0, c), 0.0)
+
+
+@triton.jit
+def root_before(v, c):
+    """What Adam divided by when the second moment was this, over the present bias correction."""
+    x = _under_root(v, c)
+    return x * inverse_root(x) * _over_bias(c[11], c)
+
+
+@triton.jit
+def _carried(kept, g, stored, v, before, c, STEP: tl.constexpr):
+    """As `SecondMoment.carried`."""
+    x = _under_root(v, c)
+    y = inverse_root(x)
+    rate = _over_bias(c[4], c)
+    if STEP.carries:
+        now = x * y
+        if STEP.second.two_bit_log:
+            before = tl.where(before == before, before, now)
+        else:
+            before = tl.where(stored > 0.0, root_before(stored, c), now)
+        return tl.where(x > 0.0, (kept * before + g * rate) * y, kept)
+    else:
+        return tl.where(x > 0.0, kept + g * y * rate, kept)
+
+
+# -------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def update(g, m, v, before, c, STEP: tl.constexpr):
     """The new moments, and the step over its size.
 
-    `before` is the `denominator_before` where `kernels.decode_two_bits` knows it.
+    `before` is the `root_before` where `kernels.decode_two_bits` knows it, and NaN where there was none.
     """
     has_first: tl.constexpr = STEP.first.stored
     if STEP.family == "adam":
@@ -79,15 +123,29 @@ def update(g, m, v, before, c, STEP: tl.constexpr):
         else:
             m = g
         v = _average(v, g * g, c, STEP)
-        moved = quotient(m, tl.sqrt_rn(v) * c[7] + c[8], STEP.eps)
+        if STEP.second.exact:
+            moved = quotient(m, tl.sqrt_rn(v) * c[7] + c[8], STEP.eps)
+        else:
+            moved = _normalised(m, v, c)
     elif STEP.family == "adam_update_units":
         v = _average(v, g * g, c, STEP)
-        u = quotient(g, tl.sqrt_rn(v) * c[7] + c[8], STEP.eps)
+        if STEP.second.exact:
+            u = quotient(g, tl.sqrt_rn(v) * c[7] + c[8], STEP.eps)
+        else:
+            u = _normalised(g, v, c)
         if has_first:
             m = m + (u - m) * c[4]
         else:
             m = u
         moved = m
+    elif STEP.family == "adam_weight_units" and not STEP.second.exact:
+        stored = v
+        v = _average(v, g * g, c, STEP)
+        if has_first:
+            m = _carried(m * c[3], g, stored, v, before, c, STEP)
+            moved = m
+        else:
+            m, moved = g, _normalised(g, v, c)
     elif STEP.family == "adabelief":
         if has_first:
             m = m + (g - m) * c[4]
@@ -123,9 +181,7 @@ def update(g, m, v, before, c, STEP: tl.constexpr):
             d = tl.maximum(root, c[8])
         if STEP.carries:
             kept = m * c[3]
-            if not STEP.second.two_bit_log:
-                before = denominator_before(stored, c)
-            before = tl.where(stored > 0.0, before, d)
+            before = tl.where(stored > 0.0, tl.sqrt_rn(stored) * c[11] + c[8], d)
             sum = kept * before + g * c[4]
             if not STEP.eps:  # chosen before the division, as in `quotient`
                 sum, d = tl.where(d > 0.0, sum, kept), tl.where(d > 0.0, d, 1.0)

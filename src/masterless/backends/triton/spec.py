@@ -122,6 +122,11 @@ class Codec(_Constant):
         return self.rounding != "nearest" and not self.master and self.kind not in ("none", "factored", "float32")
 
     @property
+    def exact(self) -> bool:
+        """Whether it is floating point, fp32 or bf16: as a second moment one whose root is taken exactly."""
+        return self.kind in ("float32", "bfloat16")
+
+    @property
     def two_bit_log(self) -> bool:
         """Whether it is a log code whose four levels are looked at as a whole."""
         return self.kind == "log" and self.bits == 2

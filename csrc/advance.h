@@ -1,0 +1,384 @@
+// One rule over a span: from gradient, weight and moments to the target and the new moments.
+//
+// Contract:
+//   * `advance_any` takes every task: weight and moments were decoded to buffers.
+//   * `advance_chunks` takes whole chunks of what presets are made of, to the same result. It reads codes where they are
+//     stored: those of few bits through tables of a chunk's levels, which hold what the rule wants of them, so that Adam's
+//     roots of the second moment before are taken once for every level. And it notes what the blocks' scales need.
+//   * What does not change within a span is a template's parameter there: a loop with branches costs half as much again.
+//   * Both mix the span's random words along the way.
+#pragma once
+
+#include "codec.h"
+#include "rules.h"
+
+namespace masterless {
+inline namespace MASTERLESS_ISA {
+
+// What the next span will read, asked for a little at a time while this one is computed.
+struct Upcoming {
+    static constexpr int kCacheLine = 64;
+    const char* at;
+    int bytes;  // to ask for at a time
+
+    void ask_for_more() {
+        __builtin_prefetch(at, 1);
+        at += bytes;
+    }
+
+    void ask_for_all() {
+        for (int line = 0; line < bytes; line += kCacheLine) __builtin_prefetch(at + line, 1);
+        at += bytes;
+    }
+};
+
+// What the rule works on. Buffers are as long as the span.
+struct Tile {
+    const float* g;
+    const uint16_t* narrow_g;  // bf16, in its place; null: g
+    float *w, *m, *v;          // in: as decoded, unless they are read where they are stored; out: target, new moments
+    float* backup;             // of w, or null
+    uint32_t* words;           // out: random words; null: nobody draws
+    vf *weight_peaks, *first_peaks;  // out, `advance_chunks`: the largest magnitudes of every chunk, by lanes
+    LogChunk* second_statistics;     // out, likewise
+    Upcoming next_gradient, next_weight, next_first, next_second;
+    const Scalars* scalars;
+};
+
+// How a weight comes: from its buffer, where it lies as fp32, or as stored codes, a byte each or few bits.
+enum class From { kBuffer, kPlace, kBytes, kTable };
+
+// --- whatever it is -------------------------------------------------------------------------------------------------
+
+template <class Rule, bool kFirst, Root kRoot>
+bool advance_any(const MlTask& task, const Span& span, const Tile& tile) {
+    const Tile b = tile;  // a copy, which no store below can change
+    const Scalars c = *b.scalars;
+    const bool ascends = task.maximize, has_l2 = task.has_l2, whole_step = task.step_size == 1.0f;
+    const bool pays_back = task.pays_back && task.payback != 0.0f;
+    constexpr bool kDenominator = Rule::template has_denominator<kFirst, kRoot>();
+    Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight, next_first = b.next_first,
+             next_second = b.next_second;
+    vf finite{};  // zero times a number is zero, zero times anything else is NaN and stays so
+    const vf zero{}, largest = splat(kLargest);
+    uint64_t chunk = span.chunk;
+    for (int row = 0; row < span.n; row += span.pitch)
+        for (int start = row, end = row + span.length; start < end; start += kChunk, ++chunk) {
+            ChunkRandom random(chunk_word(task.weight.key, chunk));
+            next_first.ask_for_all();
+            next_second.ask_for_all();
+            for (int e = start; e < (end - start < kChunk ? end : start + kChunk); e += kLanes) {
+                next_gradient.ask_for_more();
+                next_weight.ask_for_more();
+                const vf w = load<vf>(b.w + e);
+                const vf as_stored = b.narrow_g ? load_bf16(b.narrow_g + e) : load<vf>(b.g + e);
+                const vf g = descent_gradient(as_stored, w, ascends, has_l2, c.l2);
+                const vf m = kFirst ? load<vf>(b.m + e) : vf{}, v = Rule::kSecond ? load<vf>(b.v + e) : vf{};
+                const vf before = kFirst && Rule::kTakesKept && kRoot == Root::kCoarse ? root_before(v, c) : vf{};
+                const SecondMoment second{v, v * c.keep2, before, kRoot == Root::kFactored, true, c};
+                const Update u = Rule::template step<kFirst, kRoot>(g, Rule::kTakesKept ? m * c.keep1 : m, second, c);
+                const vf moved = kDenominator ? quotient(u.direction, u.denominator, c) : u.direction;
+                vf target = w * c.decay - (whole_step ? moved : moved * c.step_size), first = u.first;
+                if (kFirst && pays_back) pay_back(target, first, c);
+                store(b.w + e, target);
+                if (b.backup) store(b.backup + e, w);
+                finite = multiply_add(target, zero, finite);
+                if (kFirst) store(b.m + e, first);
+                if (Rule::kSecond) store(b.v + e, min(u.second, largest));
+                if (b.words) store(b.words + e, random.next());
+            }
+        }
+    return all(finite == 0.0f);
+}
+
+// --- whole chunks, in the formats of presets ------------------------------------------------------------------------
+
+// How far the bytes of a packed chunk are shifted for each of its elements.
+template <int kBits>
+struct PackedShifts {
+    alignas(64) int32_t of[kChunk] = {};
+
+    constexpr PackedShifts() {
+        for (int e = 0; e < kChunk; ++e) of[e] = e / (16 * kBits) * kBits;
+    }
+};
+
+// The codes of a packed chunk, of two or four bits, vector by vector.
+class PackedReader {
+  public:
+    explicit PackedReader(int bits) : shifts_(bits == 2 ? kTwo.of : kFour.of), mask_(16 * bits - 1) {}
+
+    vi codes(const uint8_t* data, int o) const { return load_bytes(data + (o & mask_)) >> load<vi>(shifts_ + o); }
+
+  private:
+    static constexpr PackedShifts<2> kTwo{};
+    static constexpr PackedShifts<4> kFour{};
+    const int32_t* shifts_;
+    int mask_;
+};
+
+// Whether all of a chunk has one scale, and codes that `PackedReader` reads, or bytes.
+inline bool has_chunk_scales(const MlStorage& s, const Span& span) {
+    return is_scaled(s) && !s.values && span.has_whole_chunks() && (s.block == kChunk || s.block == span.length);
+}
+inline bool is_packed(const MlStorage& s, const Span& span) {
+    return has_chunk_scales(s, span) && decodes_packed(s, span);
+}
+inline bool is_bytes(const MlStorage& s, const Span& span) {
+    return has_chunk_scales(s, span) && s.kind == ML_LINEAR && s.bits == 8 && !s.hidden;
+}
+
+// Goes through the chunks of a span: the number of each one's scale (or metadata), and its codes.
+class ChunkCursor {
+  public:
+    ChunkCursor(const MlStorage& s, const Span& span)
+        : block_(metadata_index(s, span)), codes_(packed_codes(s, span)), bytes_((int)packed_offset(kChunk, s.bits)),
+          per_block_(s.block == kChunk ? 1 : span.length / kChunk), left_(per_block_) {}
+
+    int64_t block() const { return block_; }
+    const uint8_t* codes() const { return codes_; }
+
+    void next() {
+        codes_ += bytes_;
+        if (--left_ == 0) ++block_, left_ = per_block_;
+    }
+
+  private:
+    int64_t block_;
+    const uint8_t* codes_;
+    int bytes_, per_block_, left_;
+};
+
+// The levels of a scaled format of few bits, in units of the scale.
+inline vf code_levels(const MlStorage& s) {
+    vf levels{};
+    with_grid(s, [&](const auto& grid) { levels = grid.level(lane_numbers() & ((1 << s.bits) - 1)); });
+    return levels;
+}
+
+// What the rule wants of a chunk's codes. Tables of several chunks are made at a time: each is a chain of dependent
+// operations, and several of them overlap.
+struct ChunkTables {
+    vf weight, first, kept, before;  // of the weight in bytes: the scale
+    const uint8_t *weight_codes, *first_codes, *second_codes;
+    uint64_t random;
+    bool was_zero;  // some second moment may have been zero
+};
+
+// The first moment is stored, and its largest magnitudes are noted unless errors are injected into it (`kInjects`).
+template <class Rule, Root kRoot, From kWeight, bool kNarrow, bool kPacked, bool kInjects, bool kPaysBack>
+bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
+    static_assert(kRoot != Root::kExact, "exact roots are `advance_any`'s");
+    constexpr bool kCoarse = kRoot == Root::kCoarse, kSecondPacked = kPacked && kCoarse;
+    constexpr bool kWholeStep = Rule::kTakesKept, kCarries = kCoarse && Rule::kTakesKept;
+    constexpr bool kWeightStored = kWeight == From::kBytes || kWeight == From::kTable;
+    constexpr int kTogether = 8;
+    const Tile b = tile;  // a copy, which no store below can change
+    Scalars c = *b.scalars;
+    c.has_eps_square = true;  // `passage` asks for it
+    const vf largest = splat(kLargest);
+    const vf weight_levels = kWeight == From::kTable ? code_levels(task.weight) : splat(1.0f);
+    const vf first_levels = kPacked ? code_levels(task.first) : vf{};
+    const vi weight_zero = splat(task.weight.zero_code);
+    const PackedReader weights(task.weight.bits), firsts(task.first.bits), seconds(task.second.bits);
+    ChunkCursor weight_at(task.weight, span), first_at(task.first, span), second_at(task.second, span);
+    Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight, next_first = b.next_first,
+             next_second = b.next_second;
+    vi largest_target{};
+    for (int group = 0; group * kChunk < span.n; group += kTogether) {
+        const int chunks = span.n / kChunk - group < kTogether ? span.n / kChunk - group : kTogether;
+        ChunkTables tables[kTogether];
+        for (int k = 0; k < chunks; ++k) {
+            ChunkTables& t = tables[k];
+            t.random = chunk_word(task.weight.key, span.chunk + (uint64_t)(group + k));
+            if (kWeightStored) {
+                t.weight = weight_levels * read_scale(task.weight, span.row, weight_at.block());
+                t.weight_codes = weight_at.codes(), weight_at.next();
+            }
+            if (kPacked) {
+                t.first = first_levels * read_scale(task.first, span.row, first_at.block());
+                if (Rule::kTakesKept) t.first = t.first * c.keep1;
+                t.first_codes = first_at.codes(), first_at.next();
+            }
+            t.was_zero = true;
+            if (kSecondPacked) {
+                const LogBlock block = read_log_block(task.second, second_at.block());
+                const vf levels = log_levels(block, task.second.bits);
+                t.kept = levels * c.keep2;
+                if (kCarries) t.before = root_before(levels, c);
+                t.was_zero = block.zero_flag || block.top == 0;
+                t.second_codes = second_at.codes(), second_at.next();
+            }
+        }
+        for (int k = 0; k < chunks; ++k) {
+            const int chunk = group + k, start = chunk * kChunk;
+            const ChunkTables& t = tables[k];
+            const vf weight_table = t.weight, first_table = t.first, kept_table = t.kept, before_table = t.before;
+            ChunkRandom random(t.random);
+            for (Upcoming* next : {&next_gradient, &next_weight, &next_first, &next_second}) next->ask_for_all();
+            const auto advance = [&](bool may_be_zero) __attribute__((always_inline)) {
+                vi weight_peak{};
+                vf first_peak{};
+                LogChunk statistics;
+                for (int o = 0; o < kChunk; o += kLanes) {
+                    const int e = start + o;
+                    vf w;
+                    if (kWeight == From::kTable)
+                        w = lookup(weight_table, weights.codes(t.weight_codes, o));
+                    else if (kWeight == From::kBytes)
+                        w = to_float(load_bytes(t.weight_codes + o) - weight_zero) * weight_table;
+                    else
+                        w = load<vf>(b.w + e);
+                    const vf g = kNarrow ? load_bf16(b.narrow_g + e) : load<vf>(b.g + e);
+                    vf m, kept{}, stored{}, before{};
+                    if (kPacked)
+                        m = lookup(first_table, firsts.codes(t.first_codes, o));
+                    else
+                        m = Rule::kTakesKept ? load<vf>(b.m + e) * c.keep1 : load<vf>(b.m + e);
+                    if (kSecondPacked) {
+                        const vi codes = seconds.codes(t.second_codes, o);
+                        kept = lookup(kept_table, codes);
+                        if (kCarries) before = lookup(before_table, codes);
+                    } else {
+                        stored = load<vf>(b.v + e);
+                        kept = stored * c.keep2;
+                        if (kCarries) before = root_before(stored, c);
+                    }
+                    const SecondMoment second{stored, kept, before, !kCoarse, may_be_zero, c};
+                    const Update u = Rule::template step<true, kRoot>(g, m, second, c);
+                    vf target = w * c.decay - (kWholeStep ? u.direction : u.direction * c.step_size), first = u.first;
+                    if (kPaysBack) pay_back(target, first, c);
+                    store(b.w + e, target);
+                    if (kWeight == From::kPlace) store(b.backup + e, w);
+                    weight_peak = max(weight_peak, bits(target) & 0x7FFFFFFF);  // infinity and NaN lie above the numbers
+                    store(b.m + e, first);
+                    if (!kInjects) first_peak = larger_magnitude(first_peak, first);
+                    if (kCoarse) {
+                        store(b.v + e, u.second);
+                        statistics.add(bits(u.second), o);
+                    }
+                    store(b.words + e, random.next());
+                }
+                if (kWeight != From::kPlace) b.weight_peaks[chunk] = from_bits(weight_peak);
+                largest_target = max(largest_target, weight_peak);
+                if (!kInjects) b.first_peaks[chunk] = first_peak;
+                if (kCoarse) {
+                    if (horizontal_max(statistics.top()) >= 0x7F800000)  // rare: what overflows stops short of infinity
+                        for (int e = start; e < start + kChunk; e += kLanes)
+                            store(b.v + e, min(load<vf>(b.v + e), largest));
+                    b.second_statistics[chunk] = statistics;
+                }
+            };
+            kCarries && t.was_zero ? advance(true) : advance(false);
+        }
+    }
+    return horizontal_max(largest_target) < 0x7F800000;
+}
+
+// --- which of them ----------------------------------------------------------------------------------------------------
+
+using RuleFunction = bool (*)(const MlTask&, const Span&, const Tile&);
+
+inline Root root_of(const MlTask& task) {
+    const int32_t kind = task.second.kind;
+    const bool is_float = kind == ML_NONE || kind == ML_FLOAT32 || kind == ML_BFLOAT16;
+    return is_float ? Root::kExact : kind == ML_FACTORED ? Root::kFactored : Root::kCoarse;
+}
+
+template <class Rule, bool kFirst>
+RuleFunction any(Root root) {
+    if (!Rule::kSecond || root == Root::kExact) return advance_any<Rule, kFirst, Root::kExact>;
+    return root == Root::kFactored ? advance_any<Rule, kFirst, Root::kFactored> : advance_any<Rule, kFirst, Root::kCoarse>;
+}
+
+template <class Rule>
+RuleFunction any(const MlTask& task) {
+    return task.first.kind != ML_NONE ? any<Rule, true>(root_of(task)) : any<Rule, false>(root_of(task));
+}
+
+inline RuleFunction any_function(const MlTask& task) {
+    switch (task.rule) {
+        case ML_ADAM: return any<Adam>(task);
+        case ML_ADAM_UPDATE_UNITS: return any<AdamUpdateUnits>(task);
+        case ML_ADABELIEF: return any<AdaBelief>(task);
+        case ML_ADAM_WEIGHT_UNITS: return any<AdamWeightUnits>(task);
+        case ML_RMSPROP:
+        case ML_RMSPROP_WEIGHT_UNITS: return any<RmsProp>(task);
+        case ML_SGD:
+        case ML_SGD_WEIGHT_UNITS: return any<Sgd<false>>(task);
+        case ML_SGD_NESTEROV:
+        case ML_SGD_NESTEROV_WEIGHT_UNITS: return any<Sgd<true>>(task);
+        case ML_LION: return any<Lion>(task);
+        case ML_ADAFACTOR_WEIGHT_UNITS: return any<AdafactorWeightUnits>(task);
+        default: return any<Adafactor>(task);
+    }
+}
+
+// How a span goes through `advance_chunks`; `function` is null if it does not.
+struct Passage {
+    RuleFunction function = nullptr;
+    From weight = From::kBuffer;
+    bool packed = false;
+};
+
+// Only what occurs is compiled: weights that lie in place lose nothing and have gradients of their own kind, and where
+// errors are injected the momentum is in units of the weight.
+template <class Rule, Root kRoot, From kWeight, bool kNarrow, bool kPacked>
+RuleFunction chunks(const MlTask& task, bool injects) {
+    constexpr bool kMayInject = Rule::kTakesKept && kWeight != From::kPlace;
+    if (!kMayInject || !injects) return advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, false, false>;
+    return task.pays_back && task.payback != 0.0f
+               ? advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, kMayInject, kMayInject>
+               : advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, kMayInject, false>;
+}
+
+template <class Rule, Root kRoot, From kWeight, bool kPacked>
+RuleFunction chunks(const MlTask& task, bool narrow, bool injects) {
+    return narrow && kWeight != From::kPlace ? chunks<Rule, kRoot, kWeight, kWeight != From::kPlace, kPacked>(task, injects)
+                                             : chunks<Rule, kRoot, kWeight, false, kPacked>(task, injects);
+}
+
+template <class Rule, Root kRoot>
+RuleFunction chunks(const MlTask& task, const Passage& how, bool narrow, bool injects) {
+    if constexpr (Rule::kTakesKept) {
+        if (how.weight == From::kTable) return chunks<Rule, kRoot, From::kTable, true>(task, narrow, injects);
+        if (how.weight == From::kBytes) return chunks<Rule, kRoot, From::kBytes, true>(task, narrow, injects);
+    }
+    if (how.weight == From::kPlace)
+        return how.packed ? chunks<Rule, kRoot, From::kPlace, true>(task, narrow, injects)
+                          : chunks<Rule, kRoot, From::kPlace, false>(task, narrow, injects);
+    return how.packed ? chunks<Rule, kRoot, From::kBuffer, true>(task, narrow, injects)
+                      : chunks<Rule, kRoot, From::kBuffer, false>(task, narrow, injects);
+}
+
+template <class Rule>
+RuleFunction chunks(const MlTask& task, const Passage& how, bool narrow, bool injects) {
+    return task.second.kind == ML_FACTORED ? chunks<Rule, Root::kFactored>(task, how, narrow, injects)
+                                           : chunks<Rule, Root::kCoarse>(task, how, narrow, injects);
+}
+
+// Vectors of four elements go through `advance_any`, always.
+inline Passage passage(const MlTask& t, const Scalars& c, const Span& span, bool narrow, bool in_place, bool injects) {
+    Passage how;
+    const bool in_weight_units = t.rule == ML_ADAM_WEIGHT_UNITS, in_update_units = t.rule == ML_ADAM_UPDATE_UNITS;
+    const bool usual = span.has_whole_chunks() && is_scaled(t.first) && !t.maximize && !t.has_l2 && c.has_eps_square &&
+                       (t.second.kind == ML_LOG || t.second.kind == ML_FACTORED) &&
+                       (in_weight_units ? t.step_size == 1.0f : in_update_units || t.rule == ML_ADAM) &&
+                       (injects ? in_weight_units && !in_place : !t.pays_back || t.payback == 0.0f) &&
+                       !(in_place && narrow);
+    if (!usual || kLanes < 8) return how;
+    how.packed = is_packed(t.first, span) && (t.second.kind == ML_FACTORED || is_packed(t.second, span));
+    const bool reads_weight = how.packed && in_weight_units;
+    how.weight = in_place                                        ? From::kPlace
+                 : reads_weight && is_packed(t.weight, span) ? From::kTable
+                 : reads_weight && is_bytes(t.weight, span)  ? From::kBytes
+                                                             : From::kBuffer;
+    if constexpr (kLanes >= 8)
+        how.function = in_weight_units   ? chunks<AdamWeightUnits>(t, how, narrow, injects)
+                       : in_update_units ? chunks<AdamUpdateUnits>(t, how, narrow, injects)
+                                         : chunks<Adam>(t, how, narrow, injects);
+    return how;
+}
+
+}  // namespace MASTERLESS_ISA
+}  // namespace masterless

@@ -1,0 +1,179 @@
+// Whole chunks of the formats that presets are made of, encoded and packed in registers: to the same bytes as `codec.h`.
+//
+// Contract: a chunk has one scale (or one block's metadata); codes are signed integers of 2, 4, 6 or 8 bits, INT4 with four
+// hidden bits, FP8, or logarithmic of 2, 4 or 8 bits. All else is `codec.h`'s.
+#pragma once
+
+#include <type_traits>
+
+#include "grid.h"
+#include "metadata.h"
+#include "packing.h"
+#include "span.h"
+
+namespace masterless {
+inline namespace MASTERLESS_ISA {
+
+constexpr int kVectors = kChunk / kLanes;  // of a chunk
+
+// Bits `kLow` to `kLow + P` of a chunk's codes as a plane (`packing.h`). Above those a code may have others, unless kTop:
+// then there is nothing that a byte would hold.
+template <int P, int kLow, bool kTop>
+inline void pack_vectors(const vi* codes, uint8_t* data) {
+    constexpr int kHeight = 16 * P / kLanes;  // in vectors
+    for (int i = 0; i < kHeight; ++i) {
+        vi bytes{};
+        for (int j = 0; j < 8 / P; ++j) {
+            const vi code = kLow ? codes[i + j * kHeight] >> kLow : codes[i + j * kHeight];
+            bytes |= (kTop ? code : code & ((1 << P) - 1)) << (j * P);
+        }
+        store_bytes(data + i * kLanes, bytes);
+    }
+}
+
+// The codes of a chunk of so many bits, of which kHidden are stored apart.
+template <int kBits, int kHidden>
+inline void pack_chunk_codes(const vi* codes, uint8_t* data, uint8_t* hidden) {
+    if constexpr (kHidden == 4) {
+        static_assert(kBits == 8, "INT4 with four hidden bits");
+        pack_vectors<4, 4, true>(codes, data);
+        pack_vectors<4, 0, false>(codes, hidden);
+    } else if constexpr (kBits == 6) {
+        pack_vectors<4, 2, true>(codes, data);
+        pack_vectors<2, 0, false>(codes, data + 64);
+    } else {
+        pack_vectors<kBits, 0, true>(codes, data);
+    }
+}
+
+// One scaled chunk. What rounding loses is injected into the moment, of which `peak` then has the largest magnitudes.
+template <class Grid, int kBits, int kHidden, bool kStochastic, bool kInjects, bool kClamps>
+inline void encode_scaled_chunk(const Grid& grid, const Divisor& quotient, float limit, float unit, const float* x,
+                                const ChunkDraw& random, float* moment, vf share, vf& peak, uint8_t* data,
+                                uint8_t* hidden) {
+    const vf high = splat(limit), low = -high;
+    vi codes[kVectors];
+    vf largest = peak;
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) {
+        const vf number = load<vf>(x + i * kLanes);
+        vf t = quotient(number);
+        if (kClamps) t = min(max(t, low), high);
+        const vf level = grid.template encode<kStochastic>(t, kStochastic ? random.threshold(i * kLanes) : vf{}, codes[i]);
+        if (kInjects) {
+            const vf sum = load<vf>(moment + i * kLanes) + (number - level * unit) * share;
+            store(moment + i * kLanes, sum);
+            largest = larger_magnitude(largest, sum);
+        }
+    }
+    pack_chunk_codes<kBits, kHidden>(codes, data, hidden);
+    peak = largest;
+}
+
+struct Chunks {  // of a span
+    const MlStorage& s;
+    const Span& span;
+    const float* x;
+    const Draw& draw;
+    const Metadata* blocks;
+    const Injection& inject;
+    uint8_t *data, *hidden;
+};
+
+template <class Grid, int kBits, int kHidden, bool kStochastic, bool kInjects>
+inline void encode_scaled_chunks(const Grid& grid, const Chunks& c) {
+    const int per_block = c.s.block == kChunk ? 1 : c.span.length / kChunk;
+    uint8_t *data = c.data, *hidden = c.hidden;
+    for (int chunk = 0, left = per_block, block = 0; chunk < c.span.n / kChunk; ++chunk) {
+        const Metadata& m = c.blocks[block];
+        const Divisor quotient(m.scale, c.s.hidden);
+        const int e = chunk * kChunk;
+        const ChunkDraw random = kStochastic ? c.draw.at(c.span.chunk + (uint64_t)chunk, e) : ChunkDraw{};
+        const float unit = m.scale * (1.0f / (float)(1 << kHidden));
+        vf unused{};
+        vf& peak = kInjects && c.inject.peaks ? c.inject.peaks[chunk] : unused;
+        float* const moment = kInjects ? c.inject.moment + e : nullptr;
+        const auto encode = [&](auto clamps) {
+            encode_scaled_chunk<Grid, kBits, kHidden, kStochastic, kInjects, decltype(clamps)::value>(
+                grid, quotient, c.s.limit, unit, c.x + e, random, moment, c.inject.share, peak, data, hidden);
+        };
+        m.fits ? encode(std::false_type{}) : encode(std::true_type{});
+        data += packed_offset(kChunk, kBits - kHidden), hidden += packed_offset(kChunk, kHidden);
+        if (--left == 0) ++block, left = per_block;
+    }
+}
+
+template <class Grid, int kBits, int kHidden>
+inline bool encode_scaled_chunks(const Grid& grid, const Chunks& c) {
+    if (c.draw)
+        c.inject ? encode_scaled_chunks<Grid, kBits, kHidden, true, true>(grid, c)
+                 : encode_scaled_chunks<Grid, kBits, kHidden, true, false>(grid, c);
+    else
+        c.inject ? encode_scaled_chunks<Grid, kBits, kHidden, false, true>(grid, c)
+                 : encode_scaled_chunks<Grid, kBits, kHidden, false, false>(grid, c);
+    return true;
+}
+
+inline bool encode_scaled_chunks(const Chunks& c) {
+    const MlStorage& s = c.s;
+    if (!s.is_signed || s.adjacent || s.values || !c.span.has_whole_chunks()) return false;
+    if (s.block != kChunk && s.block != c.span.length) return false;
+    const int64_t blocks = c.span.n / s.block;
+    for (int64_t k = 0; k < blocks; ++k)
+        if (!Divisor::suits(c.blocks[k].scale)) return false;
+    if (s.kind == ML_MINIFLOAT && s.exponent_bits == 4 && s.mantissa_bits == 3)
+        return encode_scaled_chunks<MinifloatGrid<4, 3, true>, 8, 0>(MinifloatGrid<4, 3, true>(s), c);
+    if (s.kind != ML_LINEAR || !LinearGrid<true>::suits(s)) return false;
+    const LinearGrid<true> grid(s);
+    switch (s.bits * 10 + s.hidden) {
+        case 20: return encode_scaled_chunks<LinearGrid<true>, 2, 0>(grid, c);
+        case 40: return encode_scaled_chunks<LinearGrid<true>, 4, 0>(grid, c);
+        case 60: return encode_scaled_chunks<LinearGrid<true>, 6, 0>(grid, c);
+        case 80: return encode_scaled_chunks<LinearGrid<true>, 8, 0>(grid, c);
+        case 44: return encode_scaled_chunks<LinearGrid<true>, 8, 4>(grid, c);
+        default: return false;
+    }
+}
+
+// Logarithmic codes, rounded stochastically as a rule uses them.
+template <class Grid, int kBits>
+inline bool encode_log_chunks(const Chunks& c) {
+    uint8_t* data = c.data;
+    for (int chunk = 0; chunk < c.span.n / kChunk; ++chunk, data += 16 * kBits) {
+        const Grid grid(c.blocks[chunk].log, kBits);
+        const ChunkDraw random = c.draw.at(c.span.chunk + (uint64_t)chunk, chunk * kChunk);
+        vi codes[kVectors];
+        const auto encode = [&](auto has_zeros) {
+#pragma GCC unroll 8
+            for (int i = 0; i < kVectors; ++i) {
+                const vf number = load<vf>(c.x + chunk * kChunk + i * kLanes);
+                const vi code = grid.template encode<ML_STOCHASTIC>(number, random.threshold(i * kLanes));
+                codes[i] = decltype(has_zeros)::value ? grid.with_zeros(number, code) : code;
+            }
+            pack_vectors<kBits, 0, true>(codes, data);
+        };
+        grid.has_zeros() ? encode(std::true_type{}) : encode(std::false_type{});
+    }
+    return true;
+}
+
+inline bool encode_log_chunks(const Chunks& c) {
+    if (!c.draw || c.s.rounding != ML_STOCHASTIC || c.s.block != kChunk || !c.span.has_whole_chunks()) return false;
+    switch (c.s.bits) {
+        case 2: return encode_log_chunks<TwoBitLogGrid, 2>(c);
+        case 4: return encode_log_chunks<LogGrid, 4>(c);
+        case 8: return encode_log_chunks<LogGrid, 8>(c);
+        default: return false;
+    }
+}
+
+// Encodes a span if all of it is such chunks; says whether it did.
+inline bool encode_chunks(const Chunks& c) {
+    if constexpr (kLanes >= 8)
+        return c.s.kind == ML_LOG ? encode_log_chunks(c) : encode_scaled_chunks(c);
+    else
+        return false;
+}
+
+}  // namespace MASTERLESS_ISA
+}  // namespace masterless

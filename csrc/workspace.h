@@ -1,0 +1,44 @@
+// The working memory of a thread: buffers for a span, and what is noted of it.
+#pragma once
+
+#include "codec.h"
+
+namespace masterless {
+inline namespace MASTERLESS_ISA {
+
+constexpr int kMaxSpan = 8192;  // elements in the buffers at once
+constexpr int kSpan = 1024;     // elements that are taken together when tiles are short: they stay in the L1 cache
+constexpr int kMaxBlocks = kMaxSpan / 16;
+
+// The buffers of a thread. They lie as close together as the spans of a task allow: far apart, even if they all fit, some
+// push others out of the L1 cache (AMD finds a way in it by a hash of the address).
+struct Workspace {
+    float *g, *w, *m, *v;
+    uint32_t* words;
+    uint8_t *visible, *hidden;
+    Metadata blocks[kMaxBlocks];
+    vf weight_peaks[kMaxSpan / kChunk], first_peaks[kMaxSpan / kChunk];
+    LogChunk second_statistics[kMaxSpan / kChunk];
+
+    explicit Workspace(int64_t longest = kMaxSpan) { arrange(longest); }
+
+    // For spans of up to so many elements.
+    void arrange(int64_t longest) {
+        const int64_t n = longest < kMaxSpan ? (longest + 15) / 16 * 16 : kMaxSpan, pitch = 4 * n + kOdd;
+        uint8_t* at = memory_;
+        for (float** buffer : {&g, &w, &m, &v}) *buffer = (float*)at, at += pitch;
+        words = (uint32_t*)at, at += pitch;
+        visible = at, at += 2 * n + 64;
+        hidden = at;
+    }
+
+    Codes codes() { return {visible, hidden}; }
+
+  private:
+    // Keeps what is read a little later in one buffer from the lower address bits of what is stored in another.
+    static constexpr int kOdd = 9 * 64;
+    alignas(64) uint8_t memory_[5 * (4 * kMaxSpan + kOdd) + 3 * kMaxSpan + 128];
+};
+
+}  // namespace MASTERLESS_ISA
+}  // namespace masterless
