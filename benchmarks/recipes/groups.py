@@ -99,6 +99,11 @@ def nearest(base: Recipe) -> Recipe:
     return replace(base, label=f"{base.label}, nearest", options={**base.options, **NEAREST})
 
 
+def traded(base: Recipe, last: float) -> Recipe:
+    """The same recipe, the momentum's bits being the weights' for the last share of the steps."""
+    return replace(base, label=f"{base.label}, traded for the last {100 * last:.0f}%", traded_from=1 - last)
+
+
 def deciding() -> list[Recipe]:
     """What presets and sentences rest on: fp32, the presets by falling bytes, INT4 with master weights."""
     ours = [TWO, EIGHTEEN, nearest(FIFTEEN), nearest(THIRTEEN), nearest(ONE_INT4)]
@@ -275,8 +280,10 @@ def cells() -> list[Cell]:
     found += _grid("candidates", [full(0.8)], (MIDDLE,), **many, lrs=(4e-3,))
     found += _grid("candidates", [nearest(FIFTEEN), nearest(ONE_INT4), TWO, EIGHTEEN], (MIDDLE,), **many, lrs=(8e-3,))
     found += _grid("candidates", [nearest(THIRTEEN), INT4_QAT_SHORT], (MIDDLE,), **many, lrs=(4e-3,))
+    twice: Options = {"sweep": (0,), "seeds": (0, 1), "growth": 0}
+    largest = [full(0.8), nearest(FIFTEEN), TWO, nearest(THIRTEEN)]
+    found += _grid("large", largest, (LARGE,), **twice, lrs=(4e-3,))
     found += _grid("large", [nearest(ONE_INT4)], (LARGE,), sweep=(0,), seeds=(0,), lrs=(4e-3, 8e-3), growth=0)
-    found += _grid("large", [nearest(THIRTEEN), TWO], (LARGE,), sweep=(0,), seeds=(0,), lrs=(4e-3,), growth=0)
     # What presets were chosen by.
     found += _grid("candidates", [full()], (MIDDLE,), sweep=(0, 1), seeds=range(4))
     found += _grid("candidates", earlier[1:3], (MIDDLE,), **middle, lrs=(2e-3, 4e-3, 8e-3))

@@ -41,6 +41,7 @@ class Recipe:
         optimizer: "adamw"; "muon" for the inner matrices, with fp32 AdamW for the rest; or "lion".
         coarse_from: share of the steps after which the forward pass sees the visible code only; before, it sees hidden
             bits as well.
+        traded_from: share of the steps after which the momentum's bits are the weights' (`trade_momentum_`); 0: never.
     """
 
     label: str
@@ -48,6 +49,7 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str = "adamw"
     coarse_from: float = 0.0
+    traded_from: float = 0.0
 
     @property
     def states(self) -> tuple[str, str]:
@@ -174,6 +176,7 @@ class Job:
             "options": dict(self.recipe.options),
             "spec": self.recipe.spec,
             **({"coarse_from": self.recipe.coarse_from} if self.recipe.coarse_from else {}),
+            **({"traded_from": self.recipe.traded_from} if self.recipe.traded_from else {}),
             "regime": REGIME,
             **asdict(self.setting),
             "lr": self.lr,

@@ -160,7 +160,7 @@ class _Run:
             ml.quantize_(self.model, job.recipe.weights)
         self.optimizers = optimizers(job, self.model)
         self.path = None if checkpoints is None else checkpoints / f"{job.key}.pt"
-        self.step, self.seconds, self.train_loss = 0, 0.0, 0.0
+        self.step, self.seconds, self.train_loss, self.traded = 0, 0.0, 0.0, False
         self.curve: list[float] = []  # training loss, the mean of each twentieth of the run
 
     def go(self, progress: Callable[[int, int], None] | None, windows: int | None) -> dict[str, Any]:
@@ -227,6 +227,10 @@ class _Run:
                 saved = now
 
     def _take(self) -> None:
+        share = self.job.recipe.traded_from
+        if share and not self.traded and self.step >= share * self.setting.steps:
+            ml.trade_momentum_(self.optimizers[0])  # type: ignore[arg-type]
+            self.traded = True
         self.twin.take(self.model, visible=self.step >= self.job.recipe.coarse_from * self.setting.steps)
 
     def _save(self, seconds: float) -> None:
@@ -239,6 +243,7 @@ class _Run:
             "seconds": seconds,
             "curve": self.curve,
             "train_loss": self.train_loss,
+            "traded": self.traded,
         }
         unfinished = self.path.with_suffix(f".{os.getpid()}")
         torch.save(state, unfinished)
@@ -248,6 +253,9 @@ class _Run:
         if self.path is None or not self.path.exists():
             return
         state = torch.load(self.path, weights_only=True)
+        if state.get("traded"):
+            ml.trade_momentum_(self.optimizers[0])  # type: ignore[arg-type]
+            self.traded = True
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

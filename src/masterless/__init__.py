@@ -21,6 +21,7 @@ from masterless.optim import (
 )
 from masterless.optim.backward import step_in_backward
 from masterless.optim.presets import PRESETS, prepare
+from masterless.optim.trade import trade_momentum_
 from masterless.step import staleness
 from masterless.tensor.build import build_quantized
 from masterless.tensor.calibrate import calibrate_
@@ -66,5 +67,6 @@ __all__ = [
     "show_hidden_bits_",
     "staleness",
     "step_in_backward",
+    "trade_momentum_",
     "use_products_",
 ]

@@ -190,6 +190,11 @@ def dequantize(storage: Storage, dtype: torch.dtype) -> Tensor:
     return _backend_of_storage(storage).decode(storage, dtype)
 
 
+def decode(storage: Storage) -> Tensor:
+    """All that is stored, dense in fp32, hidden bits included."""
+    return _backend_of_storage(storage).decode(storage, torch.float32, visible=False)
+
+
 def encode(storage: Storage, values: Tensor) -> None:
     """Overwrites a storage with dense, finite values on its device: new scales, rounded to nearest."""
     _backend_of_storage(storage).encode(storage, values)

@@ -1,0 +1,177 @@
+"""The last part of a run: the momentum's bits go to the weights.
+
+Contract:
+    * Under error compensation ``theta = W - b/(1-b) u`` is what is trained (docs/error-compensation.md): the stored
+      weight W is a rounding of it, and the momentum u holds what rounding took and, while the learning rate is high, an
+      average of gradients. When the learning rate has fallen, u holds hardly more than what rounding took. Then INT4
+      weights with a 4-bit momentum are an eight-bit theta of which the forward pass sees four bits; traded, they are
+      INT8 weights without momentum: theta itself, in the same bytes, all of it seen.
+    * What a trade changes: the weights, to the nearest to theta in the new format under new scales; the momentum, which
+      goes; and the options of the groups that the weights are in (no beta1, no first moment, stochastic rounding of
+      weights, since no buffer holds an error any longer). Second moments, counters and random bits stay. Parameters are
+      the same objects afterwards: models, schedulers and DDP go on with them.
+    * Either all of it happens or none: what cannot be traded is refused first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from masterless.formats import Format, FormatError
+from masterless.formats.storage import Storage
+from masterless.step import dispatch
+from masterless.tensor.pieces import empty_storage
+from masterless.tensor.quantized import QuantizedTensor, as_weight, local_of
+
+if TYPE_CHECKING:
+    from masterless.optim.adam import Adam
+
+_SLAB = 1 << 20  # elements of theta that are dense at a time
+
+
+@dataclass(frozen=True)
+class TradeReport:
+    """What a trade did. ``print`` it.
+
+    Attributes:
+        formats: the weights' formats before and after, by the parameter's name.
+        without_momentum: other parameters of the same groups, whose momentum ended with it.
+        bytes_before: of the traded weights and their momentum.
+        bytes_after: of the traded weights.
+    """
+
+    formats: dict[str, tuple[str, str]]
+    without_momentum: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        kinds = sorted({f"{before} -> {after}" for before, after in self.formats.values()})
+        others = f"; no momentum any more: {', '.join(self.without_momentum)}" if self.without_momentum else ""
+        return (
+            f"momentum traded for bits in {len(self.formats)} weights ({', '.join(kinds)}), "
+            f"{self.bytes_before:,} -> {self.bytes_after:,} bytes{others}"
+        )
+
+
+@torch.no_grad()
+def trade_momentum_(optimizer: Adam, weights: str | Format | None = None) -> TradeReport:
+    """Gives the bits of the momentum to the weights, for the last part of a run.
+
+    INT4 weights with a 4-bit momentum become INT8 weights without one: as many bytes, and nothing that rounding took is
+    outstanding. For AdamW and Adam whose weights inject their rounding errors; best when the learning rate has fallen
+    to a fifth or a third of its peak (docs/recipes.md).
+
+    Args:
+        optimizer: `AdamW` or `Adam` over quantized parameters.
+        weights: their new format; by default as many bits as weight and momentum have together ("int8" for "int4" and
+            "int4").
+
+    Returns:
+        What was changed, also of parameters that shared a group with those: print it.
+
+    >>> from masterless import prepare
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+    >>> optimizer = prepare(model, "1-byte-int4", lr=1e-2)
+    >>> model(torch.randn(4, 64)).square().mean().backward()
+    >>> optimizer.step()
+    >>> print(trade_momentum_(optimizer))
+    momentum traded for bits in 1 weights (int4 -> int8:row), 4,352 -> 4,224 bytes; no momentum any more: 2.weight
+    >>> str(model[0].weight.format), optimizer.param_groups[0]["betas"]
+    ('int8:row', (0.0, 0.95))
+    """
+    optimizer.synchronize()
+    plan = _checked(optimizer, weights)
+    formats, before, after = {}, 0, 0
+    for group, p, name, format in plan:
+        momentum = optimizer.state_storage(p, group).get("exp_avg") if p in optimizer.state else None
+        formats[name] = (str(p.format), str(format))
+        before += p.stored.nbytes + (0 if momentum is None else momentum.nbytes)
+        beta1 = float(group["betas"][0])
+        p.stored = _theta(p.stored, momentum, beta1 / (1.0 - beta1), format)
+        after += p.stored.nbytes
+        increment_version([p, p.stored.tensors["codes"]])  # a backward pass that is still to come has other weights
+    traded = {id(group): group for group, *_ in plan}
+    names = {name for *_, name, _ in plan}
+    others = []
+    for group, p, name in optimizer.parameters():
+        if id(group) not in traded:
+            continue
+        state = optimizer.state.get(p, {})
+        for key in [key for key in state if key.split(".")[0] == "exp_avg"]:
+            del state[key]
+        if name not in names:
+            others.append(name)
+    for group in traded.values():
+        group["betas"], group["exp_avg"] = (0.0, group["betas"][1]), "none"
+        group["weight_rounding"], group["error_compensation"] = "stochastic", None
+    return TradeReport(formats, tuple(others), before, after)
+
+
+def _checked(optimizer: Any, weights: str | Format | None) -> list[tuple[dict[str, Any], Any, str, Format]]:
+    """The parameters that are traded, with their new formats; raises a ValueError for what cannot be done."""
+    from masterless.optim.adam import Adam
+
+    if not isinstance(optimizer, Adam):
+        raise ValueError(
+            f"trade_momentum_: {type(optimizer).__name__} without momentum takes other steps than with it; trade with "
+            f"AdamW or Adam"
+        )
+    if optimizer.plan.captured is not None:
+        raise ValueError("trade_momentum_: the step is captured in a device graph; trade first, capture then")
+    found = []
+    for group, p, name in optimizer.parameters():
+        if not optimizer.compensates(p, group):
+            continue
+        if local_of(p) is not p or not isinstance(p, QuantizedTensor):
+            raise ValueError(
+                f"trade_momentum_: parameter {name!r} is sharded, and FSDP2 keeps buffers of what it gathers; save the "
+                f"model and its optimizer, trade on the whole ones, and shard those"
+            )
+        format = _new_format(p.format, optimizer.state_formats(p, group)["exp_avg"], weights, name)
+        if format.bits > p.format.bits + p.format.fine_bits:
+            found.append((group, p, name, format))
+    if not found:
+        raise ValueError(
+            "trade_momentum_: no weight of this optimizer injects its rounding error into a momentum and would gain "
+            "bits; it is for quantized weights with a first moment, such as preset '1-byte' has"
+        )
+    return found
+
+
+def _new_format(weight: Format, momentum: Format, wanted: str | Format | None, name: str) -> Format:
+    if wanted is not None:
+        return as_weight(wanted)
+    bits = weight.bits + weight.fine_bits + (momentum.bits if momentum.scaled else 32)
+    try:
+        return as_weight(f"int{min(bits, 8)}")
+    except FormatError:
+        raise ValueError(
+            f"trade_momentum_: parameter {name!r} has '{weight}' weights and a '{momentum}' momentum, and there is no "
+            f"format of {bits} bits; name one, for instance weights='int8'"
+        ) from None
+
+
+def _theta(weight: Storage, momentum: Storage | None, factor: float, format: Format) -> Storage:
+    """``weight - factor * momentum``, stored in another format to nearest; never dense as a whole."""
+    shape = weight.shape
+    target = empty_storage(format, shape, next(iter(weight.tensors.values())).device)
+    whole = format.granularity == "tensor" or format.two_level or weight.format.granularity == "tensor"
+    step = shape[0] if whole else max(1, _SLAB * shape[0] // max(1, weight.layout.rows * weight.layout.cols))
+    for start in range(0, shape[0], step):
+        stop = min(start + step, shape[0])
+
+        def dense(storage: Storage, start: int = start, stop: int = stop) -> Tensor:
+            part = storage if whole else storage.cut(start, stop)
+            return dispatch.decode(part)
+
+        theta = dense(weight)
+        if momentum is not None:
+            theta = theta - dense(momentum) * factor
+        dispatch.encode(target if whole else target.cut(start, stop), theta)
+    return target
