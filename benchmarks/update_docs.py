@@ -173,6 +173,7 @@ def presets_at_20(only_measured: bool = False) -> str:
                 for c in cells
                 if c.setting.name == setting
                 and c.recipe.weights == preset.weights
+                and c.recipe.traded_last == preset.trade_last
                 and dict(c.recipe.options) == dict(preset.options)
             ]
             measured = [s for s in same if s is not None and s.gap is not None]

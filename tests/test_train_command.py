@@ -316,6 +316,33 @@ def test_int4_for_the_last_half_accumulated_in_backward_and_resumed(text, tmp_pa
         assert differences(again, out, 8) == []
 
 
+def test_one_byte_is_traded_for_int8_at_the_end_and_resumed(text, tmp_path):
+    """A run resumed before or after the trade is the uninterrupted one; the monitor looks at the very step."""
+    out = tmp_path / "run"
+    sized = ("--steps", 12, "--eval-every", 1, "--save-every", 4, "--keep", 3)
+    done = run("train", "--data", text, *TINY, *sized, "--preset", "1-byte-int8", "--trade-last", 0.5, "--out", out)
+    assert done.returncode == 0, done.stderr
+    weights = joined(checkpoints.load_weights(out))
+    formats = {str(w.format) for w in weights.values() if hasattr(w, "stored")}
+    assert formats == {"int8:row"}
+    for step in (4, 8):
+        again = copied(out, tmp_path / f"from {step}")
+        done = run("train", "--resume", again, "--from-step", step)
+        assert done.returncode == 0, done.stderr
+        assert (again / "metrics.jsonl").read_bytes() == (out / "metrics.jsonl").read_bytes()
+        assert differences(again, out, 12) == []
+
+
+def test_what_cannot_be_traded_is_refused_before_a_run_is_made(text, tmp_path, cli):
+    for flags in (("--preset", "2-byte"), ("--preset", "fp32"), ("--preset", "1-byte-int8", "--optimizer", "Lion")):
+        code, _, err = cli("train", "--data", text, *flags, "--trade-last", 0.3, "--out", tmp_path / "none")
+        assert code and "trade-last=0.3" in err and "--trade-last 0" in err and not (tmp_path / "none").exists()
+    code, _, err = cli(
+        "train", "--data", text, "--preset", "1-byte-int8", "--trade-last", 1, "--out", tmp_path / "none"
+    )
+    assert code and "trade-last=1" in err and "below 1" in err
+
+
 def test_bpe(text, tmp_path, cli):
     flags = ["--data", text, "--out", tmp_path / "run", "--vocab", 300, "--steps", 4, *TINY]
     try:

@@ -101,7 +101,7 @@ def nearest(base: Recipe) -> Recipe:
 
 def traded(base: Recipe, last: float) -> Recipe:
     """The same recipe, the momentum's bits being the weights' for the last share of the steps."""
-    return replace(base, label=f"{base.label}, traded for the last {100 * last:.0f}%", traded_from=1 - last)
+    return replace(base, label=f"{base.label}, traded for the last {100 * last:.0f}%", traded_last=last)
 
 
 def deciding() -> list[Recipe]:
@@ -185,7 +185,7 @@ def presets() -> list[Recipe]:
     """The presets as they are."""
     chosen = [p for p in ml.PRESETS.values() if p.name not in ("fp32", "states-8bit")]
     usual: dict[str, Any] = {"betas": (0.9, BETA2)}
-    return [Recipe(f"preset {p.name}", p.weights, {**usual, **p.options}) for p in chosen]
+    return [Recipe(f"preset {p.name}", p.weights, {**usual, **p.options}, traded_last=p.trade_last) for p in chosen]
 
 
 def eco() -> list[Recipe]:
@@ -270,9 +270,14 @@ def cells() -> list[Cell]:
     middle: Options = {"sweep": (0,), "seeds": range(4)}
     few: Options = {"sweep": (0,), "seeds": range(3)}  # of explanations: three seeds tell one percent
     larger_steps = replace(MIDDLE, batch_tokens=8192)
+    # One byte: INT4 and a 4-bit momentum are an eight-bit weight when the learning rate has fallen. How long for?
+    traded_one = [traded(nearest(ONE_INT4), last) for last in (0.3, 0.15, 0.5)]
+    found = _grid("traded", traded_one[:2], (MIDDLE,), sweep=(0,), seeds=range(4), lrs=(8e-3,), growth=0)
+    found += _grid("traded", traded_one, (MIDDLE,), sweep=(0,), seeds=(0,), lrs=(8e-3, 16e-3), growth=0)
+    found += _grid("traded", traded_one[:2], (SMALL,), sweep=(0,), seeds=range(6), lrs=(16e-3, 32e-3))
     # Why `2-byte` fell behind with larger steps: its learning rate, its beta1, its rounding, the bits of v.
     asked = [full(0.8), TWO, EIGHTEEN, nearest(TWO), TWO_LONG, *TWO_BETAS[:1], full()]
-    found = _grid("batch", asked, (larger_steps,), sweep=(0,), seeds=(0, 1), lrs=(8e-3, 16e-3), growth=0)
+    found += _grid("batch", asked, (larger_steps,), sweep=(0,), seeds=(0, 1), lrs=(8e-3, 16e-3), growth=0)
     # It was beta1: 0.8 in place of 0.7. Is that as good with 2048 tokens per step?
     found += _grid("candidates", TWO_BETAS[:1], (MIDDLE,), sweep=(0,), seeds=range(4), lrs=(8e-3,), growth=0)
     # Seeds at learning rates that the sweeps above found best: fp32 at 0.004, ours at 0.008 but for INT6 and row means.

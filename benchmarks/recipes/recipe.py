@@ -41,7 +41,7 @@ class Recipe:
         optimizer: "adamw"; "muon" for the inner matrices, with fp32 AdamW for the rest; or "lion".
         coarse_from: share of the steps after which the forward pass sees the visible code only; before, it sees hidden
             bits as well.
-        traded_from: share of the steps after which the momentum's bits are the weights' (`trade_momentum_`); 0: never.
+        traded_last: share of the steps, at the end, in which the momentum's bits are the weights' (`trade_momentum_`).
     """
 
     label: str
@@ -49,7 +49,7 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str = "adamw"
     coarse_from: float = 0.0
-    traded_from: float = 0.0
+    traded_last: float = 0.0
 
     @property
     def states(self) -> tuple[str, str]:
@@ -176,7 +176,7 @@ class Job:
             "options": dict(self.recipe.options),
             "spec": self.recipe.spec,
             **({"coarse_from": self.recipe.coarse_from} if self.recipe.coarse_from else {}),
-            **({"traded_from": self.recipe.traded_from} if self.recipe.traded_from else {}),
+            **({"traded_last": self.recipe.traded_last} if self.recipe.traded_last else {}),
             "regime": REGIME,
             **asdict(self.setting),
             "lr": self.lr,

@@ -227,8 +227,8 @@ class _Run:
                 saved = now
 
     def _take(self) -> None:
-        share = self.job.recipe.traded_from
-        if share and not self.traded and self.step >= share * self.setting.steps:
+        last = self.job.recipe.traded_last
+        if last and not self.traded and self.step >= (1 - last) * self.setting.steps:
             ml.trade_momentum_(self.optimizers[0])  # type: ignore[arg-type]
             self.traded = True
         self.twin.take(self.model, visible=self.step >= self.job.recipe.coarse_from * self.setting.steps)

@@ -149,6 +149,11 @@ class _Begun:
                 f"train the first part with --weights {str(config.weights).replace('+', '++')} and the rest from it "
                 f"with --init"
             )
+        if config.trade_last:
+            raise ConfigError(
+                f"trade-last={config.trade_last:g}: not with --parallel, FSDP2 keeps buffers of what it gathers; pass "
+                f"--trade-last 0 (the weights stay {config.weights} to the end), or another preset"
+            )
         if dist.get_rank() == 0:
             self.held = RunFolder.hold(folder) if resumed else RunFolder.claim(folder)
         if resumed and (folder / CHECKPOINTS).exists():

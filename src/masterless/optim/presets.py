@@ -36,6 +36,7 @@ class Preset:
         options: keyword arguments of `masterless.AdamW`.
         summary: one line for tables.
         pretrained: options that differ for trained weights.
+        trade_last: the share of a run, at its end, that is meant to be trained after `trade_momentum_`; 0: none.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Preset:
     options: Mapping[str, Any] = field(default_factory=dict)
     summary: str = ""
     pretrained: Mapping[str, Any] = field(default_factory=dict)
+    trade_last: float = 0.0
 
     @property
     def vocabulary(self) -> str | None:
@@ -70,10 +72,10 @@ class Preset:
         return sum(predicted_bytes(fmt, shape) for fmt in formats) / math.prod(shape)
 
 
-def _preset(name: str, weights: str | None, summary: str, **options: Any) -> Preset:
+def _preset(name: str, weights: str | None, summary: str, trade_last: float = 0.0, **options: Any) -> Preset:
     # At learning rates of fine-tuning, far below a quantum, weights that are rounded to nearest hardly move.
     pretrained = {"weight_rounding": "stochastic"} if options.get("weight_rounding") == "nearest" else {}
-    return Preset(name, weights, MappingProxyType(options), summary, MappingProxyType(pretrained))
+    return Preset(name, weights, MappingProxyType(options), summary, MappingProxyType(pretrained), trade_last)
 
 
 PRESETS: dict[str, Preset] = {
@@ -99,6 +101,18 @@ PRESETS: dict[str, Preset] = {
             "1-byte-int4",
             "int4",
             "INT4 weights, 4-bit first moment, factored second",
+            exp_avg="int4",
+            exp_avg_sq="factored",
+            betas=(0.8, 0.95),
+            weight_rounding="nearest",
+        ),
+        # The same until the learning rate has fallen so far that the momentum holds hardly more than rounding errors;
+        # then its bits are the weights' (`trade_momentum_`).
+        _preset(
+            "1-byte-int8",
+            "int4",
+            "INT4 weights, 4-bit first moment; at the end INT8 weights, no first; factored second",
+            trade_last=0.3,
             exp_avg="int4",
             exp_avg_sq="factored",
             betas=(0.8, 0.95),
@@ -182,7 +196,9 @@ def prepare(
 
     Quantizes the model's inner matrices in place and builds AdamW over its named parameters with the preset's options.
     Vectors (biases and norms) are in a group without weight decay. A model that is quantized already stays as it is if
-    it has the preset's format. What cannot be honoured is refused before anything is changed.
+    it has the preset's format. What cannot be honoured is refused before anything is changed. A preset with a
+    ``trade_last`` ("1-byte-int8") wants `trade_momentum_` to be called on the optimizer when that share of the steps is
+    left; until then it is "1-byte-int4".
 
     Args:
         model: any module, in float32 or bfloat16.

@@ -109,6 +109,7 @@ def plan_experiments(config: RunConfig, names: Sequence[str], seeds: int) -> tup
         del settings[unused]
     if not config.show_hidden:
         del settings["show_hidden"]  # runs that were finished before there was this option stay known
+    del settings["trade_last"]  # each preset's own
     model = model_options(config)
     data: dict[str, Any] = {}
     corpus = build_corpus(config)
@@ -119,7 +120,8 @@ def plan_experiments(config: RunConfig, names: Sequence[str], seeds: int) -> tup
     for name in dict.fromkeys(names):
         weights, options = entry(name)
         for seed in range(seeds):
-            experiments.append(Experiment(name, weights, "AdamW", options, model, settings, seed, data))
+            own = {"trade_last": last} if (last := _trade_last(name)) else {}
+            experiments.append(Experiment(name, weights, "AdamW", options, model, {**settings, **own}, seed, data))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             experiments[-1].build()
@@ -149,6 +151,10 @@ def entry(name: str) -> tuple[str | None, dict[str, Any]]:
     raise ConfigError(
         f"{name!r}: no such preset; choose from {', '.join(PRESETS)}, or write naive-int4, or formats as int4/int4/log2"
     )
+
+
+def _trade_last(name: str) -> float:
+    return PRESETS[name].trade_last if name in PRESETS else 0.0
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

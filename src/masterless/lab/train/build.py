@@ -154,6 +154,7 @@ def build_settings(config: RunConfig) -> TrainSettings:
         eval_batches=config.eval_batches,
         accumulate=config.accumulate,
         show_hidden=config.show_hidden,
+        trade_last=config.trade_last or 0.0,
     )
 
 

@@ -64,6 +64,9 @@ class RunConfig:
     show_hidden: float = _option(
         0.0, "formats", "Share of the steps in which the forward pass sees all bits of int4+4; then INT4 only."
     )
+    trade_last: float | None = _option(
+        None, "formats", "Share of the steps, at the end, in which the momentum's bits are the weights'.", "preset"
+    )
     exp_avg: str | None = _option(None, "formats", "Format of the first moment.", "preset")
     exp_avg_sq: str | None = _option(None, "formats", "Format of the second moment.", "preset")
     rounding: str | None = _option(
@@ -136,6 +139,7 @@ def resolve(
     betas = (0.9, 0.99) if config.optimizer == "Lion" else options["betas"]
     filled: dict[str, Any] = {
         "weights": preset.weights or "fp32",
+        "trade_last": preset.trade_last,
         "exp_avg": options["exp_avg"],
         "exp_avg_sq": options["exp_avg_sq"],
         "rounding": options.get("rounding", "stochastic"),
@@ -197,6 +201,19 @@ def _check(config: RunConfig) -> None:
         raise ConfigError(
             f"show-hidden={config.show_hidden:g}: weights {config.weights!r} have no hidden bits to show; "
             f"pass --weights int4+4 or --preset 2-byte-int4"
+        )
+    assert config.trade_last is not None
+    require(0 <= config.trade_last < 1, "trade_last", "a share of the steps, at least 0 and below 1; try 0.2")
+    if config.trade_last and (
+        config.optimizer not in ("AdamW", "Adam")
+        or config.weights in ("fp32", "bf16")
+        or not config.beta1
+        or config.error_compensation is False
+        or parse(config.weights or "").bits + parse(config.weights or "").fine_bits >= 8
+    ):
+        raise ConfigError(
+            f"trade-last={config.trade_last:g}: only AdamW's momentum that holds the rounding errors of weights below "
+            f"8 bits can be traded for bits; pass --trade-last 0, or --preset 1-byte-int8"
         )
 
 

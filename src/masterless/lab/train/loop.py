@@ -1,8 +1,8 @@
 """A training loop short enough to read, shared by the benchmarks and the command line.
 
-The learning rate, the batches, what the forward pass sees of the weights and the points of evaluation are functions
-of the step's number alone. A run that stops after k steps and resumes with ``start_step=k``, its model and optimizer
-restored, is therefore the uninterrupted run.
+The learning rate, the batches, what the forward pass sees of the weights, when their momentum is traded and the points
+of evaluation are functions of the step's number alone. A run that stops after k steps and resumes with
+``start_step=k``, its model and optimizer restored, is therefore the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from masterless.optim.trade import trade_momentum_
 from masterless.tensor.hidden import show_hidden_bits_
 
 from .corpus import Corpus, batch, validation_batches
@@ -40,6 +41,7 @@ class TrainSettings:
         eval_batches: Validation batches per evaluation.
         accumulate: Backward passes per step; their mean gradient is used.
         show_hidden: Share of the steps in which the forward pass sees the hidden bits of weights such as int4+4.
+        trade_last: Share of the steps, at the end, in which the momentum's bits are the weights'; 0 never trades.
     """
 
     steps: int = 1500
@@ -56,6 +58,7 @@ class TrainSettings:
     eval_batches: int = 16
     accumulate: int = 1
     show_hidden: float = 0.0
+    trade_last: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "seq_len", "eval_batches", "accumulate"):
@@ -67,10 +70,17 @@ class TrainSettings:
             raise ValueError(f"min_lr_ratio={self.min_lr_ratio}: a share of the peak; must lie between 0 and 1")
         if not 0 <= self.show_hidden < 1:
             raise ValueError(f"show_hidden={self.show_hidden}: a share of the steps; must be at least 0 and below 1")
+        if not 0 <= self.trade_last < 1:
+            raise ValueError(f"trade_last={self.trade_last}: a share of the steps; must be at least 0 and below 1")
         if self.eval_every < 0:
             raise ValueError(f"eval_every={self.eval_every}: cannot be negative; pass 0 to evaluate only at the end")
         if self.grad_clip is not None and self.grad_clip <= 0:
             raise ValueError(f"grad_clip={self.grad_clip}: must be positive; pass None not to clip")
+
+    @property
+    def first_traded_step(self) -> int | None:
+        """The step, counted from 0, before which the momentum is traded for bits of the weights; None: never."""
+        return math.ceil((1 - self.trade_last) * self.steps) if self.trade_last else None
 
     def optimizer_arguments(self) -> dict[str, Any]:
         """Return ``lr``, ``betas`` and ``weight_decay``, as any optimizer shaped like AdamW takes them."""
@@ -196,6 +206,8 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = lr
         show_hidden_bits_at(step, settings, model)
+        if step == settings.first_traded_step:
+            trade_momentum_(optimizer)  # type: ignore[arg-type]
         optimizer.zero_grad()
         losses = []
         for part in range(step * settings.accumulate, (step + 1) * settings.accumulate):

@@ -24,6 +24,7 @@ import masterless
 from masterless.interop.files import FileError, read_json, reason_of
 from masterless.lab.models import GPT
 from masterless.optim import LowBitOptimizer
+from masterless.optim.trade import trade_momentum_
 
 from .build import build, build_corpus, build_settings
 from .config import MODEL_KEYS, ConfigError, RunConfig, read_toml, resolve, to_toml
@@ -160,7 +161,10 @@ def resume(folder: Path, from_step: int | None = None) -> Run:
     run.notes += compare_facts(folder, checkpoints.manifest, built.corpus)
     if entry is not None and content is not None:
         try:
-            show_hidden_bits_at(entry["step"] - 1, build_settings(config), built.model)  # as it was saved
+            settings = build_settings(config)  # as it was saved:
+            show_hidden_bits_at(entry["step"] - 1, settings, built.model)
+            if settings.first_traded_step is not None and entry["step"] > settings.first_traded_step:
+                trade_momentum_(built.optimizer)  # type: ignore[arg-type]
             built.model.load_state_dict(content["model"])
             built.optimizer.load_state_dict(content["optimizer"])
             run.seconds = float(content["seconds"])
