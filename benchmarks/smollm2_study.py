@@ -42,6 +42,7 @@ def _suited(name: str) -> Job:
 
 
 EIGHT_BIT = [_suited(name) for name in ("1.8-byte", "1.6-byte", "1.3-byte", "1-byte")]
+EIGHT_BIT.append({"preset": "1-byte-int8"})  # INT8 at once, without a first moment
 FOUR_BIT = [_suited(name) for name in PRESETS if name.endswith("int4")]
 OTHERS = [*EIGHT_BIT, *FOUR_BIT]
 LEAN = {"step_in_backward": True}

@@ -182,6 +182,7 @@ def presets_at_20(only_measured: bool = False) -> str:
         if only_measured and set(gaps) == {"-"}:
             continue
         start = "rounded stochastically" if preset.pretrained else "as it is"
+        start = "INT8, no first moment" if preset.trade_last else start
         cost = f"{preset.bytes_per_parameter:.2f}"
         rows.append(f"| `{preset.name}` | {preset.summary} | {cost} | {' | '.join(gaps)} | {start} |")
     return "\n".join(rows)

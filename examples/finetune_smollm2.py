@@ -124,7 +124,7 @@ def main() -> None:
 
     if arguments.return_memory:
         return_freed_memory()
-    preset = ml.PRESETS[arguments.preset]
+    preset = ml.PRESETS[arguments.preset].for_trained_weights()
     model = load(arguments.root, arguments.weights or preset.weights, arguments.calibrate)
     held_out, _, train = sequences(base_folder(arguments.root))
     result = {}
@@ -132,7 +132,7 @@ def main() -> None:
         result["start"] = evaluate(model, held_out)
         print(f"loss {result['start']:.4f} at the start", flush=True)
 
-    options = {**preset.options, **preset.pretrained}
+    options = dict(preset.options)
     if arguments.beta1 is not None:
         options["betas"] = (arguments.beta1, options["betas"][1])
     if arguments.weight_rounding is not None:

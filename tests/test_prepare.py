@@ -91,3 +91,26 @@ def test_a_model_keeps_nothing_of_a_mapped_file(tmp_path):
             assert not any(start <= tensor.data_ptr() < stop for start, stop in ranges)
         assert isinstance(p, QuantizedTensor) or torch.equal(p, value)
     assert torch.isfinite(model(random(2, 512))).all()
+
+
+def test_a_preset_that_is_traded_knows_what_it_becomes():
+    preset = ml.PRESETS["1-byte-int8"]
+    late = preset.traded
+    assert (preset.weights, preset.trade_last) == ("int4", 0.3)
+    assert (late.weights, late.trade_last, late.options["exp_avg"]) == ("int8:row", 0.0, "none")
+    assert late.bytes_per_parameter <= preset.bytes_per_parameter and late.traded is late
+    assert ml.PRESETS["2-byte"].traded is ml.PRESETS["2-byte"]
+
+
+def test_trained_weights_start_traded_and_a_stored_model_says_where_it_is():
+    def formats(model):
+        return {str(p.format) for p in model.parameters() if isinstance(p, ml.QuantizedTensor)}
+
+    trained = nn.Linear(64, 64)
+    optimizer = ml.prepare(trained, "1-byte-int8", pretrained=True)
+    assert formats(trained) == {"int8:row"} and optimizer.param_groups[0]["exp_avg"] == "none"
+    again = ml.prepare(trained, "1-byte-int8")  # quantized already, after the trade
+    assert again.param_groups[0]["betas"] == optimizer.param_groups[0]["betas"] == (0.0, 0.95)
+    early = nn.Linear(64, 64)
+    assert ml.prepare(early, "1-byte-int8").param_groups[0]["exp_avg"] == "int4" and formats(early) == {"int4"}
+    assert ml.prepare(early, "1-byte-int8", pretrained=True).param_groups[0]["exp_avg"] == "int4"

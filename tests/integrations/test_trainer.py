@@ -33,6 +33,25 @@ def test_presets_train_and_resume(make, preset, tmp_path):
     assert not differences(whole.model, resumed.model) and same_state(whole.optimizer, resumed.optimizer)
 
 
+def test_momentum_is_traded_for_bits_at_the_end_and_resumed_on_both_sides_of_it(tmp_path):
+    """Steps 1 to 4, saved after 2 and 4: INT4 weights until 2 are done, INT8 for the rest."""
+    choice = ("1-byte-int8", {"pretrained": False})
+    whole = trainer_for(gpt2(), tmp_path / "whole", choice, [MasterlessCallback(trade_last=0.5)])
+    whole.train()
+    formats = {str(p.format) for p in whole.model.parameters() if hasattr(p, "stored")}
+    assert formats == {"int8:row"} and whole.optimizer.optimizer.param_groups[0]["betas"][0] == 0.0
+    whole.save_model(tmp_path / "final")
+    assert not differences(type(whole.model).from_pretrained(tmp_path / "final"), whole.model)
+    for step in (2, whole.state.max_steps):
+        checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
+        model = type(whole.model).from_pretrained(checkpoint)
+        resumed = trainer_for(model, tmp_path / f"from {step}", choice, [MasterlessCallback(trade_last=0.5)])
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert not differences(whole.model, resumed.model) and same_state(whole.optimizer, resumed.optimizer)
+    with pytest.raises(ValueError, match=r"trade_last=1.*below 1"):
+        MasterlessCallback(trade_last=1)
+
+
 def test_the_best_model_is_loaded_at_the_end_and_the_folder_is_complete(tmp_path):
     options = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.5}
     trainer = trainer_for(quantized(), tmp_path, **options)  # a learning rate that ruins the model: the best is early

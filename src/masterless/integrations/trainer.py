@@ -13,7 +13,9 @@ from typing import Any
 from transformers import TrainerCallback
 
 from masterless.insight.monitor import Monitor
+from masterless.integrations.transformers import adopt
 from masterless.optim.backward import BackwardStepper, step_in_backward
+from masterless.optim.trade import trade_momentum_
 
 
 class MasterlessCallback(TrainerCallback):
@@ -27,6 +29,9 @@ class MasterlessCallback(TrainerCallback):
         clip_norm: with `step_in_backward`, scales each parameter's gradient down to at most this norm.
         clip_previous_norm: with `step_in_backward`, clips by the global norm of the previous step's gradients.
         monitor: arguments of `masterless.Monitor`: samples steps and puts the totals into ``state.log_history``.
+        trade_last: the share of the steps, at the end, for which the momentum's bits are the weights'
+            (`masterless.trade_momentum_`), as preset "1-byte-int8" wants it. A checkpoint from there on is resumed with
+            the model that was saved in it: ``from_pretrained(checkpoint)``.
 
     Attributes:
         watching: the `Monitor` of the running or last training, with its samples.
@@ -40,7 +45,10 @@ class MasterlessCallback(TrainerCallback):
         clip_norm: float | None = None,
         clip_previous_norm: float | None = None,
         monitor: Mapping[str, Any] | None = None,
+        trade_last: float = 0.0,
     ) -> None:
+        if not 0 <= trade_last < 1:
+            raise ValueError(f"trade_last={trade_last!r}: a share of the steps; must be at least 0 and below 1")
         limits = {"clip_value": clip_value, "clip_norm": clip_norm, "clip_previous_norm": clip_previous_norm}
         given = {name: value for name, value in limits.items() if value is not None}
         if given and not step_in_backward:
@@ -56,6 +64,7 @@ class MasterlessCallback(TrainerCallback):
         self.step_in_backward = step_in_backward
         self.limits: dict[str, Any] = given
         self.monitor = None if monitor is None else dict(monitor)
+        self.trade_last = trade_last
         self.watching: Monitor | None = None
         self._stepper: BackwardStepper | None = None
         self._logged = 0
@@ -69,6 +78,14 @@ class MasterlessCallback(TrainerCallback):
             self._stepper = step_in_backward(kwargs["model"], optimizer, **self.limits)
         if self.monitor is not None:
             self.watching, self._logged = Monitor(optimizer, **self.monitor), 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Trades the momentum before the first step of the last share."""
+        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
+        due = self.trade_last and state.global_step >= (1 - self.trade_last) * state.max_steps
+        if due and any(optimizer.compensates(p, group) for group, p, _ in optimizer.parameters()):
+            trade_momentum_(optimizer)
+            adopt(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Logs the samples of this step."""

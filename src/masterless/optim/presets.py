@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from masterless.formats import as_first_moment, as_second_moment, parse
 from masterless.formats.storage import predicted_bytes
 from masterless.optim import AdamW, LossyUpdateWarning
+from masterless.optim.trade import traded_format
 from masterless.tensor.quantize import QuantizationReport, quantize_
 from masterless.tensor.quantized import QuantizedTensor, as_weight, local_of
 from masterless.tensor.selection import vocabulary_parameters
@@ -59,6 +60,22 @@ class Preset:
         being stepped slice by slice: 4-bit codes take the place of a factored second moment.
         """
         return {"exp_avg_sq": "log4"} if self.options["exp_avg_sq"] == "factored" else {}
+
+    @property
+    def traded(self) -> Preset:
+        """What it becomes when its momentum is traded for bits of the weights; itself if that is not meant."""
+        if not self.trade_last or self.weights is None:
+            return self
+        weights = traded_format(as_weight(self.weights), as_first_moment(self.options["exp_avg"]))
+        options = {key: value for key, value in self.options.items() if key != "weight_rounding"}
+        options |= {"exp_avg": "none", "betas": (0.0, self.options["betas"][1])}
+        return replace(self, weights=str(weights), options=options, pretrained={}, trade_last=0.0)
+
+    def for_trained_weights(self) -> Preset:
+        """What it is for weights that are trained already; what it would become late in a run, it is at once."""
+        if self.trade_last:
+            return self.traded
+        return replace(self, options={**self.options, **self.pretrained}, pretrained={})
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -206,9 +223,9 @@ def prepare(
         lr: learning rate.
         whole_model: also quantize embeddings and output heads (INT8), whatever the format of the matrices; their second
             moment is 4-bit where the preset's is factored.
-        pretrained: whether the weights are trained, for which some presets round differently
-            (``PRESETS[name].pretrained``). None asks the model: one of transformers that has a ``name_or_path`` is
-            taken for pretrained, and a warning says what that changes.
+        pretrained: whether the weights are trained, for which some presets differ
+            (``PRESETS[name].for_trained_weights()``). None asks the model: one of transformers that has a
+            ``name_or_path`` is taken for pretrained, and a warning says what that changes.
         **overrides: any argument of `AdamW`, in place of the preset's.
 
     Returns:
@@ -219,15 +236,17 @@ def prepare(
     >>> [d.name for d in opt.quantization_report.quantized]
     ['0.weight', '2.weight']
     """
-    chosen = get_preset(preset)
+    usual = get_preset(preset)
     source = getattr(getattr(model, "config", None), "name_or_path", "") if pretrained is None else ""
-    changes = chosen.pretrained if pretrained or source else {}
-    options = {**chosen.options, **changes, **overrides}
+    chosen = _variant(usual, model, bool(pretrained or source))
+    options = {**chosen.options, **overrides}
+    changes = {key: value for key, value in chosen.options.items() if usual.options.get(key) != value}
     _refuse_dtypes(model)
     _refuse_other_formats(model, chosen, whole_model)
     _rehearse(chosen, lr, options)
     if source and not changes.keys() <= overrides.keys():
         said = ", ".join(f"{key}={options[key]!r}" for key in changes)
+        said += f" and {chosen.weights} weights" if chosen.weights != usual.weights else ""
         warnings.warn(
             f"this model comes from {source!r}, so preset {preset!r} is taken with {said}, as suits trained weights; "
             f"pass pretrained=True to say so yourself, or pretrained=False to train from scratch",
@@ -239,16 +258,30 @@ def prepare(
     already = any(isinstance(local_of(p), QuantizedTensor) for p in model.parameters())
     if chosen.weights is not None and not already:
         report = quantize_(model, chosen.weights, vocabulary=chosen.vocabulary if whole_model else None)
-    groups = decay_groups(model, {**chosen.vocabulary_options, **overrides} if whole_model else None)
+    # A trade ends the momentum of the group with the inner matrices only.
+    kept = {} if chosen.weights == usual.weights else {k: usual.options[k] for k in ("exp_avg", "betas")}
+    kept = {key: value for key, value in kept.items() if key not in overrides}
+    groups = decay_groups(model, {**chosen.vocabulary_options, **overrides} if whole_model else None, kept)
     optimizer = AdamW(groups, lr=lr, **options)
     optimizer.quantization_report = report  # type: ignore[attr-defined]
     return optimizer
 
 
-def decay_groups(model: nn.Module, vocabulary: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+def _variant(preset: Preset, model: nn.Module, trained: bool) -> Preset:
+    """The preset as it is for this model: of one that is to be traded, what is stored says whether that was done."""
+    stored = {str(q.format) for p in model.parameters() if isinstance(q := local_of(p), QuantizedTensor)}
+    if preset.trade_last and stored:
+        return preset if str(as_weight(preset.weights or "")) in stored else preset.traded
+    return preset.for_trained_weights() if trained else preset
+
+
+def decay_groups(
+    model: nn.Module, vocabulary: Mapping[str, Any] | None = None, others: Mapping[str, Any] = MappingProxyType({})
+) -> list[dict[str, Any]]:
     """Named parameters in groups: matrices, and vectors (biases, norms) without weight decay.
 
-    With options for them, quantized embeddings and heads are a third group.
+    With options for them, quantized embeddings and heads are a third group; `others` are options of all groups but the
+    matrices'.
     """
     named = list(model.named_parameters())
     apart = set() if vocabulary is None else vocabulary_parameters(model)
@@ -258,8 +291,8 @@ def decay_groups(model: nn.Module, vocabulary: Mapping[str, Any] | None = None) 
     vectors = [(name, p) for name, p in named if p.dim() <= 1]
     groups: list[dict[str, Any]] = [
         {"params": matrices},
-        {"params": tables, **_group_options(vocabulary or {})},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": tables, **others, **_group_options(vocabulary or {})},
+        {"params": vectors, **others, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

@@ -133,7 +133,11 @@ def _checked(optimizer: Any, weights: str | Format | None) -> list[tuple[dict[st
                 f"trade_momentum_: parameter {name!r} is sharded, and FSDP2 keeps buffers of what it gathers; save the "
                 f"model and its optimizer, trade on the whole ones, and shard those"
             )
-        format = _new_format(p.format, optimizer.state_formats(p, group)["exp_avg"], weights, name)
+        momentum = optimizer.state_formats(p, group)["exp_avg"]
+        try:
+            format = traded_format(p.format, momentum) if weights is None else as_weight(weights)
+        except FormatError as error:
+            raise ValueError(f"trade_momentum_: parameter {name!r}: {error}") from None
         if format.bits > p.format.bits + p.format.fine_bits:
             found.append((group, p, name, format))
     if not found:
@@ -144,16 +148,15 @@ def _checked(optimizer: Any, weights: str | Format | None) -> list[tuple[dict[st
     return found
 
 
-def _new_format(weight: Format, momentum: Format, wanted: str | Format | None, name: str) -> Format:
-    if wanted is not None:
-        return as_weight(wanted)
+def traded_format(weight: Format, momentum: Format) -> Format:
+    """The weight's format that has the bits of both; 8 at most."""
     bits = weight.bits + weight.fine_bits + (momentum.bits if momentum.scaled else 32)
     try:
         return as_weight(f"int{min(bits, 8)}")
     except FormatError:
-        raise ValueError(
-            f"trade_momentum_: parameter {name!r} has '{weight}' weights and a '{momentum}' momentum, and there is no "
-            f"format of {bits} bits; name one, for instance weights='int8'"
+        raise FormatError(
+            f"'{weight}' weights and a '{momentum}' momentum have {bits} bits together, and there is no such format; "
+            f"name one, for instance weights='int8'"
         ) from None
 
 

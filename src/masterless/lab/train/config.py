@@ -135,7 +135,8 @@ def resolve(
     if config.optimizer not in OPTIMIZERS:
         raise ConfigError(f"optimizer={config.optimizer!r}: no such optimizer; choose one of {', '.join(OPTIMIZERS)}")
     preset = get_preset(config.preset)
-    options = {**preset.options, **(preset.pretrained if config.init is not None else {})}
+    preset = preset if config.init is None else preset.for_trained_weights()
+    options = preset.options
     betas = (0.9, 0.99) if config.optimizer == "Lion" else options["betas"]
     filled: dict[str, Any] = {
         "weights": preset.weights or "fp32",
