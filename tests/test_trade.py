@@ -74,6 +74,18 @@ def test_nothing_that_rounding_took_is_lost():
     assert error <= 0.5 * quantum * 1.001 < 0.2 * (coarse - theta).abs().max()
 
 
+def test_hidden_bits_keep_what_the_forward_pass_sees():
+    model = model_of()
+    opt = optimizer_of(model)
+    train(model, opt, 5)
+    theta = theta_of(opt, model[0].weight)
+    ml.trade_momentum_(opt, "int4+4")
+    p = model[0].weight
+    expected = ml.QuantizedTensor.from_dense(theta, "int4+4")
+    assert str(p.format) == "int4+4" and torch.equal(p.dequantize(), expected.dequantize())
+    assert torch.equal(p.stored.decode(), expected.stored.decode())
+
+
 def test_other_members_of_a_group_lose_their_momentum_and_are_named():
     model = model_of()
     opt = ml.AdamW(

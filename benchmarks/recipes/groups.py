@@ -99,9 +99,10 @@ def nearest(base: Recipe) -> Recipe:
     return replace(base, label=f"{base.label}, nearest", options={**base.options, **NEAREST})
 
 
-def traded(base: Recipe, last: float) -> Recipe:
+def traded(base: Recipe, last: float, to: str | None = None) -> Recipe:
     """The same recipe, the momentum's bits being the weights' for the last share of the steps."""
-    return replace(base, label=f"{base.label}, traded for the last {100 * last:.0f}%", traded_last=last)
+    label = f"{base.label}, traded {f'for {to} ' if to else ''}in the last {100 * last:.0f}%"
+    return replace(base, label=label, traded_last=last, traded_for=to)
 
 
 def deciding() -> list[Recipe]:
@@ -272,7 +273,9 @@ def cells() -> list[Cell]:
     larger_steps = replace(MIDDLE, batch_tokens=8192)
     # One byte: INT4 and a 4-bit momentum are an eight-bit weight when the learning rate has fallen. How long for?
     traded_one = [traded(nearest(ONE_INT4), last) for last in (0.3, 0.15, 0.5)]
-    found = _grid("traded", traded_one[:2], (MIDDLE,), sweep=(0,), seeds=range(4), lrs=(8e-3,), growth=0)
+    hidden = [traded(nearest(ONE_INT4), 0.3, "int4+4")]
+    found = _grid("traded", hidden, (MIDDLE,), sweep=(0,), seeds=range(2), lrs=(8e-3,), growth=0)
+    found += _grid("traded", traded_one[:2], (MIDDLE,), sweep=(0,), seeds=range(4), lrs=(8e-3,), growth=0)
     found += _grid("traded", traded_one, (MIDDLE,), sweep=(0,), seeds=(0,), lrs=(8e-3, 16e-3), growth=0)
     found += _grid("traded", traded_one[:2], (SMALL,), sweep=(0,), seeds=range(6), lrs=(16e-3, 32e-3))
     # Why `2-byte` fell behind with larger steps: its learning rate, its beta1, its rounding, the bits of v.

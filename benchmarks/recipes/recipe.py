@@ -42,6 +42,7 @@ class Recipe:
         coarse_from: share of the steps after which the forward pass sees the visible code only; before, it sees hidden
             bits as well.
         traded_last: share of the steps, at the end, in which the momentum's bits are the weights' (`trade_momentum_`).
+        traded_for: the weights' format then, if it is not the usual one.
     """
 
     label: str
@@ -50,6 +51,7 @@ class Recipe:
     optimizer: str = "adamw"
     coarse_from: float = 0.0
     traded_last: float = 0.0
+    traded_for: str | None = None
 
     @property
     def states(self) -> tuple[str, str]:
@@ -177,6 +179,7 @@ class Job:
             "spec": self.recipe.spec,
             **({"coarse_from": self.recipe.coarse_from} if self.recipe.coarse_from else {}),
             **({"traded_last": self.recipe.traded_last} if self.recipe.traded_last else {}),
+            **({"traded_for": self.recipe.traded_for} if self.recipe.traded_for else {}),
             "regime": REGIME,
             **asdict(self.setting),
             "lr": self.lr,

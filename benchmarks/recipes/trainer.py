@@ -229,7 +229,7 @@ class _Run:
     def _take(self) -> None:
         last = self.job.recipe.traded_last
         if last and not self.traded and self.step >= (1 - last) * self.setting.steps:
-            ml.trade_momentum_(self.optimizers[0])  # type: ignore[arg-type]
+            ml.trade_momentum_(self.optimizers[0], self.job.recipe.traded_for)  # type: ignore[arg-type]
             self.traded = True
         self.twin.take(self.model, visible=self.step >= self.job.recipe.coarse_from * self.setting.steps)
 
@@ -254,7 +254,7 @@ class _Run:
             return
         state = torch.load(self.path, weights_only=True)
         if state.get("traded"):
-            ml.trade_momentum_(self.optimizers[0])  # type: ignore[arg-type]
+            ml.trade_momentum_(self.optimizers[0], self.job.recipe.traded_for)  # type: ignore[arg-type]
             self.traded = True
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):

@@ -70,7 +70,7 @@ def trade_momentum_(optimizer: Adam, weights: str | Format | None = None) -> Tra
     Args:
         optimizer: `AdamW` or `Adam` over quantized parameters.
         weights: their new format; by default as many bits as weight and momentum have together ("int8" for "int4" and
-            "int4").
+            "int4"). A format with hidden bits ("int4+4") shows the forward pass as much as before.
 
     Returns:
         What was changed, also of parameters that shared a group with those: print it.
@@ -138,7 +138,7 @@ def _checked(optimizer: Any, weights: str | Format | None) -> list[tuple[dict[st
             format = traded_format(p.format, momentum) if weights is None else as_weight(weights)
         except FormatError as error:
             raise ValueError(f"trade_momentum_: parameter {name!r}: {error}") from None
-        if format.bits > p.format.bits + p.format.fine_bits:
+        if format.bits + format.fine_bits > p.format.bits + p.format.fine_bits:
             found.append((group, p, name, format))
     if not found:
         raise ValueError(
