@@ -173,7 +173,7 @@ def presets_at_20(only_measured: bool = False) -> str:
                 for c in cells
                 if c.setting.name == setting
                 and c.recipe.weights == preset.weights
-                and c.recipe.traded_last == preset.trade_last
+                and (c.recipe.traded_last, c.recipe.traded_for) == (preset.trade_last, preset.trade_for)
                 and dict(c.recipe.options) == dict(preset.options)
             ]
             measured = [s for s in same if s is not None and s.gap is not None]
@@ -182,7 +182,7 @@ def presets_at_20(only_measured: bool = False) -> str:
         if only_measured and set(gaps) == {"-"}:
             continue
         start = "rounded stochastically" if preset.pretrained else "as it is"
-        start = "INT8, no first moment" if preset.trade_last else start
+        start = "INT8, no first moment" if preset.for_trained_weights().weights != preset.weights else start
         cost = f"{preset.bytes_per_parameter:.2f}"
         rows.append(f"| `{preset.name}` | {preset.summary} | {cost} | {' | '.join(gaps)} | {start} |")
     return "\n".join(rows)

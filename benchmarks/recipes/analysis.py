@@ -192,7 +192,7 @@ def _with_gaps(found: Sequence[tuple[Cell, Summary]]) -> list[Summary]:
         if not mine or any(map(math.isinf, mine)):
             summaries.append(summary)
             continue
-        shows_more = cell.recipe.traded_last and not cell.recipe.traded_for
+        shows_more = cell.recipe.traded_for == "int8"
         visible4 = (cell.recipe.weights or "").startswith("int4") and not shows_more and qat is not None
         against = paired_gaps(summary.losses, qat.losses) if visible4 and qat else []
         is_reference = summary.losses == reference.losses

@@ -186,7 +186,16 @@ def presets() -> list[Recipe]:
     """The presets as they are."""
     chosen = [p for p in ml.PRESETS.values() if p.name not in ("fp32", "states-8bit")]
     usual: dict[str, Any] = {"betas": (0.9, BETA2)}
-    return [Recipe(f"preset {p.name}", p.weights, {**usual, **p.options}, traded_last=p.trade_last) for p in chosen]
+    return [
+        Recipe(
+            f"preset {p.name}",
+            p.weights,
+            {**usual, **p.options},
+            traded_last=p.trade_last,
+            traded_for=p.trade_for,
+        )
+        for p in chosen
+    ]
 
 
 def eco() -> list[Recipe]:
@@ -271,13 +280,13 @@ def cells() -> list[Cell]:
     middle: Options = {"sweep": (0,), "seeds": range(4)}
     few: Options = {"sweep": (0,), "seeds": range(3)}  # of explanations: three seeds tell one percent
     larger_steps = replace(MIDDLE, batch_tokens=8192)
-    # One byte: INT4 and a 4-bit momentum are an eight-bit weight when the learning rate has fallen. How long for?
-    traded_one = [traded(nearest(ONE_INT4), last) for last in (0.3, 0.15, 0.5)]
-    hidden = [traded(nearest(ONE_INT4), 0.3, "int4+4")]
-    found = _grid("traded", hidden, (MIDDLE,), sweep=(0,), seeds=range(2), lrs=(8e-3,), growth=0)
-    found += _grid("traded", traded_one[:2], (MIDDLE,), sweep=(0,), seeds=range(4), lrs=(8e-3,), growth=0)
-    found += _grid("traded", traded_one, (MIDDLE,), sweep=(0,), seeds=(0,), lrs=(8e-3, 16e-3), growth=0)
-    found += _grid("traded", traded_one[:2], (SMALL,), sweep=(0,), seeds=range(6), lrs=(16e-3, 32e-3))
+    # One byte: INT4 and a 4-bit momentum are an eight-bit weight when the learning rate has fallen.
+    one_traded = [traded(nearest(ONE_INT4), 0.3), traded(nearest(ONE_INT4), 0.3, "int4+4")]
+    other_shares = [traded(nearest(ONE_INT4), last) for last in (0.15, 0.5)]
+    found = _grid("traded", one_traded, (MIDDLE,), sweep=(0,), seeds=range(8), lrs=(8e-3,), growth=0)
+    found += _grid("traded", one_traded, (SMALL,), sweep=(0,), seeds=range(6), lrs=(16e-3,), growth=0)
+    found += _grid("traded", other_shares, (MIDDLE,), sweep=(0,), seeds=range(2), lrs=(8e-3,), growth=0)
+    found += _grid("traded", one_traded, (MIDDLE,), sweep=(0,), seeds=(0,), lrs=(4e-3, 8e-3, 16e-3), growth=0)
     # Why `2-byte` fell behind with larger steps: its learning rate, its beta1, its rounding, the bits of v.
     asked = [full(0.8), TWO, EIGHTEEN, nearest(TWO), TWO_LONG, *TWO_BETAS[:1], full()]
     found += _grid("batch", asked, (larger_steps,), sweep=(0,), seeds=(0, 1), lrs=(8e-3, 16e-3), growth=0)
@@ -291,6 +300,7 @@ def cells() -> list[Cell]:
     twice: Options = {"sweep": (0,), "seeds": (0, 1), "growth": 0}
     largest = [full(0.8), nearest(FIFTEEN), TWO, nearest(THIRTEEN)]
     found += _grid("large", largest, (LARGE,), **twice, lrs=(4e-3,))
+    found += _grid("large", [traded(nearest(ONE_INT4), 0.3)], (LARGE,), sweep=(0,), seeds=(0,), lrs=(8e-3,), growth=0)
     found += _grid("large", [nearest(ONE_INT4)], (LARGE,), sweep=(0,), seeds=(0,), lrs=(4e-3, 8e-3), growth=0)
     # What presets were chosen by.
     found += _grid("candidates", [full()], (MIDDLE,), sweep=(0, 1), seeds=range(4))

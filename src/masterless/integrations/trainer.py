@@ -30,8 +30,9 @@ class MasterlessCallback(TrainerCallback):
         clip_previous_norm: with `step_in_backward`, clips by the global norm of the previous step's gradients.
         monitor: arguments of `masterless.Monitor`: samples steps and puts the totals into ``state.log_history``.
         trade_last: the share of the steps, at the end, for which the momentum's bits are the weights'
-            (`masterless.trade_momentum_`), as preset "1-byte-int8" wants it. A checkpoint from there on is resumed with
-            the model that was saved in it: ``from_pretrained(checkpoint)``.
+            (`masterless.trade_momentum_`), as presets "1-byte-int8" and "1-byte-int4" want it. A checkpoint from there
+            on is resumed with the model that was saved in it: ``from_pretrained(checkpoint)``.
+        trade_for: the weights' format then, as `trade_momentum_` takes it.
 
     Attributes:
         watching: the `Monitor` of the running or last training, with its samples.
@@ -46,6 +47,7 @@ class MasterlessCallback(TrainerCallback):
         clip_previous_norm: float | None = None,
         monitor: Mapping[str, Any] | None = None,
         trade_last: float = 0.0,
+        trade_for: str | None = None,
     ) -> None:
         if not 0 <= trade_last < 1:
             raise ValueError(f"trade_last={trade_last!r}: a share of the steps; must be at least 0 and below 1")
@@ -64,7 +66,7 @@ class MasterlessCallback(TrainerCallback):
         self.step_in_backward = step_in_backward
         self.limits: dict[str, Any] = given
         self.monitor = None if monitor is None else dict(monitor)
-        self.trade_last = trade_last
+        self.trade_last, self.trade_for = trade_last, trade_for
         self.watching: Monitor | None = None
         self._stepper: BackwardStepper | None = None
         self._logged = 0
@@ -84,7 +86,7 @@ class MasterlessCallback(TrainerCallback):
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         due = self.trade_last and state.global_step >= (1 - self.trade_last) * state.max_steps
         if due and any(optimizer.compensates(p, group) for group, p, _ in optimizer.parameters()):
-            trade_momentum_(optimizer)
+            trade_momentum_(optimizer, self.trade_for)
             adopt(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from masterless.formats import as_first_moment, as_second_moment, parse
 from masterless.formats.storage import predicted_bytes
 from masterless.optim import AdamW, LossyUpdateWarning
-from masterless.optim.trade import traded_format
 from masterless.tensor.quantize import QuantizationReport, quantize_
 from masterless.tensor.quantized import QuantizedTensor, as_weight, local_of
 from masterless.tensor.selection import vocabulary_parameters
 
 VOCABULARY_WEIGHTS = "int8"
+TRADED_WEIGHTS = "int8"  # what needs no INT4 stage for weights that are trained already
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Preset:
         summary: one line for tables.
         pretrained: options that differ for trained weights.
         trade_last: the share of a run, at its end, that is meant to be trained after `trade_momentum_`; 0: none.
+        trade_for: the weights' format then.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Preset:
     summary: str = ""
     pretrained: Mapping[str, Any] = field(default_factory=dict)
     trade_last: float = 0.0
+    trade_for: str | None = None
 
     @property
     def vocabulary(self) -> str | None:
@@ -64,16 +66,15 @@ class Preset:
     @property
     def traded(self) -> Preset:
         """What it becomes when its momentum is traded for bits of the weights; itself if that is not meant."""
-        if not self.trade_last or self.weights is None:
+        if self.trade_for is None:
             return self
-        weights = traded_format(as_weight(self.weights), as_first_moment(self.options["exp_avg"]))
         options = {key: value for key, value in self.options.items() if key != "weight_rounding"}
         options |= {"exp_avg": "none", "betas": (0.0, self.options["betas"][1])}
-        return replace(self, weights=str(weights), options=options, pretrained={}, trade_last=0.0)
+        return replace(self, weights=self.trade_for, options=options, pretrained={}, trade_last=0.0, trade_for=None)
 
     def for_trained_weights(self) -> Preset:
         """What it is for weights that are trained already; what it would become late in a run, it is at once."""
-        if self.trade_last:
+        if self.trade_for == TRADED_WEIGHTS:
             return self.traded
         return replace(self, options={**self.options, **self.pretrained}, pretrained={})
 
@@ -89,10 +90,13 @@ class Preset:
         return sum(predicted_bytes(fmt, shape) for fmt in formats) / math.prod(shape)
 
 
-def _preset(name: str, weights: str | None, summary: str, trade_last: float = 0.0, **options: Any) -> Preset:
+def _preset(
+    name: str, weights: str | None, summary: str, trade_last: float = 0.0, trade_for: str | None = None, **options: Any
+) -> Preset:
     # At learning rates of fine-tuning, far below a quantum, weights that are rounded to nearest hardly move.
     pretrained = {"weight_rounding": "stochastic"} if options.get("weight_rounding") == "nearest" else {}
-    return Preset(name, weights, MappingProxyType(options), summary, MappingProxyType(pretrained), trade_last)
+    frozen = MappingProxyType(options), summary, MappingProxyType(pretrained)
+    return Preset(name, weights, *frozen, trade_last, trade_for)
 
 
 PRESETS: dict[str, Preset] = {
@@ -113,23 +117,25 @@ PRESETS: dict[str, Preset] = {
             error_compensation=False,
         ),
         # INT4 and INT6 to nearest: the error, which is injected, is half as large as under stochastic rounding, and so
-        # is the quantum of the momentum that has to hold it.
+        # is the quantum of the momentum that has to hold it. When the learning rate has fallen so far that the momentum
+        # holds hardly more than rounding errors, its bits go to the weights (`trade_momentum_`).
         _preset(
             "1-byte-int4",
             "int4",
-            "INT4 weights, 4-bit first moment, factored second",
+            "INT4 weights, 4-bit first moment (at the end four hidden bits instead), factored second",
+            trade_last=0.3,
+            trade_for="int4+4",
             exp_avg="int4",
             exp_avg_sq="factored",
             betas=(0.8, 0.95),
             weight_rounding="nearest",
         ),
-        # The same until the learning rate has fallen so far that the momentum holds hardly more than rounding errors;
-        # then its bits are the weights' (`trade_momentum_`).
         _preset(
             "1-byte-int8",
             "int4",
-            "INT4 weights, 4-bit first moment; at the end INT8 weights, no first; factored second",
+            "INT4 weights, 4-bit first moment (at the end INT8 weights, no first), factored second",
             trade_last=0.3,
+            trade_for=TRADED_WEIGHTS,
             exp_avg="int4",
             exp_avg_sq="factored",
             betas=(0.8, 0.95),
@@ -214,8 +220,8 @@ def prepare(
     Quantizes the model's inner matrices in place and builds AdamW over its named parameters with the preset's options.
     Vectors (biases and norms) are in a group without weight decay. A model that is quantized already stays as it is if
     it has the preset's format. What cannot be honoured is refused before anything is changed. A preset with a
-    ``trade_last`` ("1-byte-int8") wants `trade_momentum_` to be called on the optimizer when that share of the steps is
-    left; until then it is "1-byte-int4".
+    ``trade_last`` ("1-byte-int8", "1-byte-int4") wants ``trade_momentum_(optimizer, preset.trade_for)`` when that share
+    of the steps is left.
 
     Args:
         model: any module, in float32 or bfloat16.
@@ -270,8 +276,9 @@ def prepare(
 def _variant(preset: Preset, model: nn.Module, trained: bool) -> Preset:
     """The preset as it is for this model: of one that is to be traded, what is stored says whether that was done."""
     stored = {str(q.format) for p in model.parameters() if isinstance(q := local_of(p), QuantizedTensor)}
-    if preset.trade_last and stored:
-        return preset if str(as_weight(preset.weights or "")) in stored else preset.traded
+    if preset.weights is not None and preset.trade_for is not None and stored:
+        early, late = (str(as_weight(format)) in stored for format in (preset.weights, preset.trade_for))
+        return preset.traded if late and not early else preset
     return preset.for_trained_weights() if trained else preset
 
 

@@ -109,7 +109,7 @@ def plan_experiments(config: RunConfig, names: Sequence[str], seeds: int) -> tup
         del settings[unused]
     if not config.show_hidden:
         del settings["show_hidden"]  # runs that were finished before there was this option stay known
-    del settings["trade_last"]  # each preset's own
+    del settings["trade_last"], settings["trade_for"]  # each preset's own
     model = model_options(config)
     data: dict[str, Any] = {}
     corpus = build_corpus(config)
@@ -120,8 +120,9 @@ def plan_experiments(config: RunConfig, names: Sequence[str], seeds: int) -> tup
     for name in dict.fromkeys(names):
         weights, options = entry(name)
         for seed in range(seeds):
-            own = {"trade_last": last} if (last := _trade_last(name)) else {}
-            experiments.append(Experiment(name, weights, "AdamW", options, model, {**settings, **own}, seed, data))
+            experiments.append(
+                Experiment(name, weights, "AdamW", options, model, {**settings, **_trade(name)}, seed, data)
+            )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             experiments[-1].build()
@@ -153,8 +154,9 @@ def entry(name: str) -> tuple[str | None, dict[str, Any]]:
     )
 
 
-def _trade_last(name: str) -> float:
-    return PRESETS[name].trade_last if name in PRESETS else 0.0
+def _trade(name: str) -> dict[str, Any]:
+    preset = PRESETS.get(name)
+    return {"trade_last": preset.trade_last, "trade_for": preset.trade_for} if preset and preset.trade_last else {}
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -155,6 +155,7 @@ def build_settings(config: RunConfig) -> TrainSettings:
         accumulate=config.accumulate,
         show_hidden=config.show_hidden,
         trade_last=config.trade_last or 0.0,
+        trade_for=config.trade_for,
     )
 
 

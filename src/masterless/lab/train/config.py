@@ -22,6 +22,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from masterless.formats import parse
 from masterless.interop.files import FileError, read_bytes, reason_of
 from masterless.optim.presets import get_preset
+from masterless.tensor.quantized import as_weight
 
 _LR = {"Lion": 3e-4, "SGD": 0.1, "Adafactor": 0.05}  # AdamW's and its relatives' is 2e-3
 MOST_THREADS = max(256, 4 * (os.cpu_count() or 1))
@@ -66,6 +67,9 @@ class RunConfig:
     )
     trade_last: float | None = _option(
         None, "formats", "Share of the steps, at the end, in which the momentum's bits are the weights'.", "preset"
+    )
+    trade_for: str | None = _option(
+        None, "formats", "Format of the weights in that share.", "preset, or the bits of both"
     )
     exp_avg: str | None = _option(None, "formats", "Format of the first moment.", "preset")
     exp_avg_sq: str | None = _option(None, "formats", "Format of the second moment.", "preset")
@@ -141,6 +145,7 @@ def resolve(
     filled: dict[str, Any] = {
         "weights": preset.weights or "fp32",
         "trade_last": preset.trade_last,
+        "trade_for": preset.trade_for,
         "exp_avg": options["exp_avg"],
         "exp_avg_sq": options["exp_avg_sq"],
         "rounding": options.get("rounding", "stochastic"),
@@ -216,6 +221,8 @@ def _check(config: RunConfig) -> None:
             f"trade-last={config.trade_last:g}: only AdamW's momentum that holds the rounding errors of weights below "
             f"8 bits can be traded for bits; pass --trade-last 0, or --preset 1-byte-int8"
         )
+    if config.trade_for is not None:
+        as_weight(config.trade_for)
 
 
 def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:

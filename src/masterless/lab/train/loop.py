@@ -42,6 +42,7 @@ class TrainSettings:
         accumulate: Backward passes per step; their mean gradient is used.
         show_hidden: Share of the steps in which the forward pass sees the hidden bits of weights such as int4+4.
         trade_last: Share of the steps, at the end, in which the momentum's bits are the weights'; 0 never trades.
+        trade_for: The weights' format then; ``None`` has the bits of both.
     """
 
     steps: int = 1500
@@ -59,6 +60,7 @@ class TrainSettings:
     accumulate: int = 1
     show_hidden: float = 0.0
     trade_last: float = 0.0
+    trade_for: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "seq_len", "eval_batches", "accumulate"):
@@ -207,7 +209,7 @@ def train(
             group["lr"] = lr
         show_hidden_bits_at(step, settings, model)
         if step == settings.first_traded_step:
-            trade_momentum_(optimizer)  # type: ignore[arg-type]
+            trade_momentum_(optimizer, settings.trade_for)  # type: ignore[arg-type]
         optimizer.zero_grad()
         losses = []
         for part in range(step * settings.accumulate, (step + 1) * settings.accumulate):

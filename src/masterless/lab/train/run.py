@@ -164,7 +164,7 @@ def resume(folder: Path, from_step: int | None = None) -> Run:
             settings = build_settings(config)  # as it was saved:
             show_hidden_bits_at(entry["step"] - 1, settings, built.model)
             if settings.first_traded_step is not None and entry["step"] > settings.first_traded_step:
-                trade_momentum_(built.optimizer)  # type: ignore[arg-type]
+                trade_momentum_(built.optimizer, settings.trade_for)  # type: ignore[arg-type]
             built.model.load_state_dict(content["model"])
             built.optimizer.load_state_dict(content["optimizer"])
             run.seconds = float(content["seconds"])
