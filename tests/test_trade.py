@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from live_bytes import LiveBytes
 from torch import nn
 
 import masterless as ml
@@ -192,6 +193,24 @@ def test_experts_are_traded_slice_by_slice(monkeypatch):
     theta = theta_of(opt, p)
     ml.trade_momentum_(opt)
     assert torch.equal(p.stored.decode(), ml.QuantizedTensor.from_dense(theta, "int8").stored.decode())
+
+
+def test_never_more_than_one_weight_is_there_twice():
+    layers, size = 24, 256 * 256
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(layers)))
+    with LiveBytes() as live:
+        ml.quantize_(model, "int4")
+        opt = ml.AdamW(model.named_parameters(), lr=1e-2, **OPTIONS)
+        for p in model.parameters():
+            p.grad = torch.zeros(p.shape)
+        opt.step()
+        opt.zero_grad()
+        before = live.now
+        live.peak = 0
+        ml.trade_momentum_(opt)
+        after = live.now
+    # Of one weight: its new codes, theta and a product in fp32, and whatever an operation holds in between.
+    assert live.peak - before <= size * (1 + 4 * 4) < layers * size and after <= before
 
 
 def test_a_backward_pass_after_a_trade_is_refused():

@@ -86,31 +86,34 @@ def trade_momentum_(optimizer: Adam, weights: str | Format | None = None) -> Tra
     ('int8:row', (0.0, 0.95))
     """
     optimizer.synchronize()
-    plan = _checked(optimizer, weights)
+    chosen = _checked(optimizer, weights)
+    optimizer.plan = optimizer.new_plan()  # it would keep what is traded alive
     formats, before, after = {}, 0, 0
-    for group, p, name, format in plan:
-        momentum = optimizer.state_storage(p, group).get("exp_avg") if p in optimizer.state else None
+    for group, p, name, format in chosen:
+        old = p.stored.nbytes + optimizer.state_bytes_of(p)
         formats[name] = (str(p.format), str(format))
-        before += p.stored.nbytes + (0 if momentum is None else momentum.nbytes)
         beta1 = float(group["betas"][0])
+        momentum = optimizer.state_storage(p, group)["exp_avg"] if p in optimizer.state else None
         p.stored = _theta(p.stored, momentum, beta1 / (1.0 - beta1), format)
-        after += p.stored.nbytes
+        momentum = None
+        _forget_momentum(optimizer, p)  # at once, so that there are never many weights in both forms
+        kept = optimizer.state_bytes_of(p)
+        before, after = before + old - kept, after + p.stored.nbytes
         increment_version([p, p.stored.tensors["codes"]])  # a backward pass that is still to come has other weights
-    traded = {id(group): group for group, *_ in plan}
-    names = {name for *_, name, _ in plan}
-    others = []
-    for group, p, name in optimizer.parameters():
-        if id(group) not in traded:
-            continue
-        state = optimizer.state.get(p, {})
-        for key in [key for key in state if key.split(".")[0] == "exp_avg"]:
-            del state[key]
-        if name not in names:
-            others.append(name)
-    for group in traded.values():
+    groups = {id(group): group for group, *_ in chosen}
+    others = [(p, name) for group, p, name in optimizer.parameters() if id(group) in groups and name not in formats]
+    for p, _ in others:
+        _forget_momentum(optimizer, p)
+    for group in groups.values():
         group["betas"], group["exp_avg"] = (0.0, group["betas"][1]), "none"
         group["weight_rounding"], group["error_compensation"] = "stochastic", None
-    return TradeReport(formats, tuple(others), before, after)
+    return TradeReport(formats, tuple(name for _, name in others), before, after)
+
+
+def _forget_momentum(optimizer: Adam, p: Tensor) -> None:
+    state = optimizer.state.get(p, {})
+    for key in [key for key in state if key.split(".")[0] == "exp_avg"]:
+        del state[key]
 
 
 def _checked(optimizer: Any, weights: str | Format | None) -> list[tuple[dict[str, Any], Any, str, Format]]:
