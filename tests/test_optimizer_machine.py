@@ -200,6 +200,10 @@ class Machine(RuleBasedStateMachine):
     def reset(self, mode, states):
         self.both(lambda optimizer: optimizer.reset_state(states=states, mode=mode))
 
+    @rule(weights=st.sampled_from([None, "int8", "int4+4"]))
+    def trade(self, weights):
+        self.both(lambda optimizer: ml.trade_momentum_(optimizer, weights))
+
     @rule()
     def forget(self):
         self.both(lambda optimizer: optimizer.state.pop(optimizer.param_groups[0]["params"][0], None))

@@ -99,9 +99,9 @@ def nearest(base: Recipe) -> Recipe:
     return replace(base, label=f"{base.label}, nearest", options={**base.options, **NEAREST})
 
 
-def traded(base: Recipe, last: float, to: str | None = None) -> Recipe:
+def traded(base: Recipe, last: float, to: str = "int8") -> Recipe:
     """The same recipe, the momentum's bits being the weights' for the last share of the steps."""
-    label = f"{base.label}, traded {f'for {to} ' if to else ''}in the last {100 * last:.0f}%"
+    label = f"{base.label}, traded for {to} in the last {100 * last:.0f}%"
     return replace(base, label=label, traded_last=last, traded_for=to)
 
 
@@ -263,6 +263,19 @@ def muons_in_small_groups() -> list[Recipe]:
     return [*late, small, muon("int4:32 with master weights, mu .8", "int4+32:32", momentum=0.8)]
 
 
+def muons_at_150k() -> list[Recipe]:
+    """What Muon's sentences rest on: fp32, 1.56 bytes, INT4 with hidden bits and with master weights, one byte."""
+    wanted = (
+        "fp32, mu .8",
+        "int8, int4:32 m .8",
+        "int4+4, int4:32 m .8",
+        "int4 with master weights, mu .8",
+        "int4, int4 m .8",
+    )
+    known = {r.label: r for r in muons()}
+    return [known[f"Muon {label}"] for label in wanted]
+
+
 def lions() -> list[Recipe]:
     """Lion: its step is a sign, which carries no error; hidden bits keep it."""
     usual: Options = {"betas": (0.9, 0.99), "error_compensation": False}
@@ -297,11 +310,18 @@ def cells() -> list[Cell]:
     found += _grid("candidates", [full(0.8)], (MIDDLE,), **many, lrs=(4e-3,))
     found += _grid("candidates", [nearest(FIFTEEN), nearest(ONE_INT4), TWO, EIGHTEEN], (MIDDLE,), **many, lrs=(8e-3,))
     found += _grid("candidates", [nearest(THIRTEEN), INT4_QAT_SHORT], (MIDDLE,), **many, lrs=(4e-3,))
+    # The largest size, where a run takes a quarter of an hour of a core, at the learning rates that were best at 150k.
+    once: Options = {"sweep": (0,), "seeds": (0,), "growth": 0}
     twice: Options = {"sweep": (0,), "seeds": (0, 1), "growth": 0}
-    largest = [full(0.8), nearest(FIFTEEN), TWO, nearest(THIRTEEN)]
-    found += _grid("large", largest, (LARGE,), **twice, lrs=(4e-3,))
-    found += _grid("large", [traded(nearest(ONE_INT4), 0.3)], (LARGE,), sweep=(0,), seeds=(0,), lrs=(8e-3,), growth=0)
-    found += _grid("large", [nearest(ONE_INT4)], (LARGE,), sweep=(0,), seeds=(0,), lrs=(4e-3, 8e-3), growth=0)
+    found += _grid("large", [full(0.8), nearest(FIFTEEN)], (LARGE,), **twice, lrs=(4e-3,))
+    found += _grid("large", one_traded[:1], (LARGE,), **once, lrs=(8e-3,))
+    found += _grid("large", [TWO, nearest(THIRTEEN)], (LARGE,), **once, lrs=(4e-3,))
+    found += _grid("large", one_traded[:1], (LARGE,), **twice, lrs=(8e-3,))
+    found += _grid("large", [nearest(ONE_INT4)], (LARGE,), **once, lrs=(4e-3, 8e-3))
+    # A hundred tokens per parameter, both learning rates that matter there.
+    found += _grid("long", [*deciding(), *one_traded], (SMALL_LONG,), **twice, lrs=(8e-3, 16e-3))
+    # Muon at 150k: whether what holds at 37k holds there.
+    found += _grid("muon", muons_at_150k(), (MIDDLE,), sweep=(0,), seeds=range(3), lrs=(16e-3, 32e-3), growth=0)
     # What presets were chosen by.
     found += _grid("candidates", [full()], (MIDDLE,), sweep=(0, 1), seeds=range(4))
     found += _grid("candidates", earlier[1:3], (MIDDLE,), **middle, lrs=(2e-3, 4e-3, 8e-3))

@@ -15,8 +15,9 @@ Contract:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from torch.autograd.graph import increment_version
 
 from masterless.formats import Format, FormatError
 from masterless.formats.storage import Storage
+from masterless.optim import units
+from masterless.optim.plan import explained
 from masterless.step import dispatch
 from masterless.tensor.pieces import empty_storage
 from masterless.tensor.quantized import QuantizedTensor, as_weight, local_of
@@ -89,18 +92,16 @@ def trade_momentum_(optimizer: Adam, weights: str | Format | None = None) -> Tra
     chosen = _checked(optimizer, weights)
     optimizer.plan = optimizer.new_plan()  # it would keep what is traded alive
     formats, before, after = {}, 0, 0
-    for group, p, name, format in chosen:
+    while chosen:
+        group, p, name, theta, format = chosen.pop(0)
         old = p.stored.nbytes + optimizer.state_bytes_of(p)
         formats[name] = (str(p.format), str(format))
-        beta1 = float(group["betas"][0])
-        momentum = optimizer.state_storage(p, group)["exp_avg"] if p in optimizer.state else None
-        p.stored = _theta(p.stored, momentum, beta1 / (1.0 - beta1), format)
-        momentum = None
+        p.stored = theta.stored_as(format)
+        del theta
         _forget_momentum(optimizer, p)  # at once, so that there are never many weights in both forms
-        kept = optimizer.state_bytes_of(p)
-        before, after = before + old - kept, after + p.stored.nbytes
+        before, after = before + old - optimizer.state_bytes_of(p), after + p.stored.nbytes
         increment_version([p, p.stored.tensors["codes"]])  # a backward pass that is still to come has other weights
-    groups = {id(group): group for group, *_ in chosen}
+    groups = {id(group): group for group, _, name in optimizer.parameters() if name in formats}
     others = [(p, name) for group, p, name in optimizer.parameters() if id(group) in groups and name not in formats]
     for p, _ in others:
         _forget_momentum(optimizer, p)
@@ -116,8 +117,35 @@ def _forget_momentum(optimizer: Adam, p: Tensor) -> None:
         del state[key]
 
 
-def _checked(optimizer: Any, weights: str | Format | None) -> list[tuple[dict[str, Any], Any, str, Format]]:
-    """The parameters that are traded, with their new formats; raises a ValueError for what cannot be done."""
+class _Theta(NamedTuple):
+    """``weight - factor * momentum``, never dense as a whole."""
+
+    weight: Storage
+    momentum: Storage | None
+    factor: float
+
+    def slabs(self, whole: bool = False) -> Iterator[tuple[int, int, Tensor]]:
+        """Runs of slices of dimension 0, dense in fp32."""
+        layout = self.weight.layout
+        whole = whole or self.weight.format.granularity == "tensor"
+        step = layout.slices if whole else max(1, _SLAB * layout.slices // max(1, layout.rows * layout.cols))
+        for start in range(0, layout.slices, step):
+            stop = min(start + step, layout.slices)
+            cut = [s if whole or s is None else s.cut(start, stop) for s in (self.weight, self.momentum)]
+            theta = dispatch.decode(cut[0])  # type: ignore[arg-type]
+            yield start, stop, theta if cut[1] is None else theta - dispatch.decode(cut[1]) * self.factor
+
+    def stored_as(self, format: Format) -> Storage:
+        """In another format, to nearest, under new scales."""
+        whole = format.granularity == "tensor" or format.two_level
+        target = empty_storage(format, self.weight.shape, next(iter(self.weight.tensors.values())).device)
+        for start, stop, theta in self.slabs(whole):
+            dispatch.encode(target if whole else target.cut(start, stop), theta)
+        return target
+
+
+def _checked(optimizer: Any, weights: str | Format | None) -> list[tuple[dict[str, Any], Any, str, _Theta, Format]]:
+    """The parameters that are traded and what they become; raises a ValueError for what cannot be done."""
     from masterless.optim.adam import Adam
 
     if not isinstance(optimizer, Adam):
@@ -142,13 +170,27 @@ def _checked(optimizer: Any, weights: str | Format | None) -> list[tuple[dict[st
         except FormatError as error:
             raise ValueError(f"trade_momentum_: parameter {name!r}: {error}") from None
         if format.bits + format.fine_bits > p.format.bits + p.format.fine_bits:
-            found.append((group, p, name, format))
+            with explained(optimizer, name):
+                theta = _theta_of(optimizer, group, p)
+            if not all(bool(slab.isfinite().all()) for _, _, slab in theta.slabs()):
+                raise ValueError(f"trade_momentum_: parameter {name!r} and its momentum add up to what is not finite")
+            found.append((group, p, name, theta, format))
     if not found:
         raise ValueError(
             "trade_momentum_: no weight of this optimizer injects its rounding error into a momentum and would gain "
-            "bits; it is for quantized weights with a first moment, such as preset '1-byte' has"
+            "bits; it is for quantized weights with a first moment, such as preset '1-byte-int8' has"
         )
     return found
+
+
+def _theta_of(optimizer: Adam, group: dict[str, Any], p: Any) -> _Theta:
+    """What a parameter is a rounding of; its storages are validated, its momentum is in units of the weight."""
+    beta1, weight = float(group["betas"][0]), p.stored.validate()
+    if p not in optimizer.state:
+        return _Theta(weight, None, 0.0)
+    storages = optimizer.state_storage(p, group)
+    units.align(optimizer, group, p, optimizer.state[p], storages)
+    return _Theta(weight, storages["exp_avg"].validate(), beta1 / (1.0 - beta1))
 
 
 def traded_format(weight: Format, momentum: Format) -> Format:
@@ -161,23 +203,3 @@ def traded_format(weight: Format, momentum: Format) -> Format:
             f"'{weight}' weights and a '{momentum}' momentum have {bits} bits together, and there is no such format; "
             f"name one, for instance weights='int8'"
         ) from None
-
-
-def _theta(weight: Storage, momentum: Storage | None, factor: float, format: Format) -> Storage:
-    """``weight - factor * momentum``, stored in another format to nearest; never dense as a whole."""
-    shape = weight.shape
-    target = empty_storage(format, shape, next(iter(weight.tensors.values())).device)
-    whole = format.granularity == "tensor" or format.two_level or weight.format.granularity == "tensor"
-    step = shape[0] if whole else max(1, _SLAB * shape[0] // max(1, weight.layout.rows * weight.layout.cols))
-    for start in range(0, shape[0], step):
-        stop = min(start + step, shape[0])
-
-        def dense(storage: Storage, start: int = start, stop: int = stop) -> Tensor:
-            part = storage if whole else storage.cut(start, stop)
-            return dispatch.decode(part)
-
-        theta = dense(weight)
-        if momentum is not None:
-            theta = theta - dense(momentum) * factor
-        dispatch.encode(target if whole else target.cut(start, stop), theta)
-    return target
