@@ -295,11 +295,12 @@ def cells() -> list[Cell]:
     larger_steps = replace(MIDDLE, batch_tokens=8192)
     # One byte: INT4 and a 4-bit momentum are an eight-bit weight when the learning rate has fallen.
     one_traded = [traded(nearest(ONE_INT4), 0.3), traded(nearest(ONE_INT4), 0.3, "int4+4")]
-    other_shares = [traded(nearest(ONE_INT4), last) for last in (0.15, 0.5)]
+    shorter = [traded(nearest(ONE_INT4), 0.15)]
     found = _grid("traded", one_traded, (MIDDLE,), sweep=(0,), seeds=range(8), lrs=(8e-3,), growth=0)
     found += _grid("traded", one_traded, (SMALL,), sweep=(0,), seeds=range(6), lrs=(16e-3,), growth=0)
-    found += _grid("traded", other_shares, (MIDDLE,), sweep=(0,), seeds=range(2), lrs=(8e-3,), growth=0)
-    found += _grid("traded", one_traded, (MIDDLE,), sweep=(0,), seeds=(0,), lrs=(4e-3, 8e-3, 16e-3), growth=0)
+    found += _grid("traded", shorter, (SMALL,), sweep=(0,), seeds=range(6), lrs=(16e-3,), growth=0)
+    found += _grid("traded", shorter, (MIDDLE,), sweep=(0,), seeds=range(2), lrs=(8e-3,), growth=0)
+    found += _grid("traded", one_traded[:1], (MIDDLE,), sweep=(0,), seeds=(0,), lrs=(4e-3, 8e-3, 16e-3), growth=0)
     # Why `2-byte` fell behind with larger steps: its learning rate, its beta1, its rounding, the bits of v.
     asked = [full(0.8), TWO, EIGHTEEN, nearest(TWO), TWO_LONG, *TWO_BETAS[:1], full()]
     found += _grid("batch", asked, (larger_steps,), sweep=(0,), seeds=(0, 1), lrs=(8e-3, 16e-3), growth=0)
