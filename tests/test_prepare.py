@@ -96,7 +96,7 @@ def test_a_model_keeps_nothing_of_a_mapped_file(tmp_path):
 def test_a_preset_that_is_traded_knows_what_it_becomes():
     preset = ml.PRESETS["1-byte-int8"]
     late = preset.traded
-    assert (preset.weights, preset.trade_last) == ("int4", 0.3)
+    assert (preset.weights, preset.trade_last) == ("int4", 0.15)
     assert (late.weights, late.trade_last, late.options["exp_avg"]) == ("int8", 0.0, "none")
     assert late.bytes_per_parameter <= preset.bytes_per_parameter and late.traded is late
     assert ml.PRESETS["2-byte"].traded is ml.PRESETS["2-byte"]

@@ -294,13 +294,9 @@ def cells() -> list[Cell]:
     few: Options = {"sweep": (0,), "seeds": range(3)}  # of explanations: three seeds tell one percent
     larger_steps = replace(MIDDLE, batch_tokens=8192)
     # One byte: INT4 and a 4-bit momentum are an eight-bit weight when the learning rate has fallen.
-    one_traded = [traded(nearest(ONE_INT4), 0.3), traded(nearest(ONE_INT4), 0.3, "int4+4")]
-    shorter = [traded(nearest(ONE_INT4), 0.15)]
-    found = _grid("traded", one_traded, (MIDDLE,), sweep=(0,), seeds=range(8), lrs=(8e-3,), growth=0)
-    found += _grid("traded", one_traded, (SMALL,), sweep=(0,), seeds=range(6), lrs=(16e-3,), growth=0)
-    found += _grid("traded", shorter, (SMALL,), sweep=(0,), seeds=range(6), lrs=(16e-3,), growth=0)
-    found += _grid("traded", shorter, (MIDDLE,), sweep=(0,), seeds=range(2), lrs=(8e-3,), growth=0)
-    found += _grid("traded", one_traded[:1], (MIDDLE,), sweep=(0,), seeds=(0,), lrs=(4e-3, 8e-3, 16e-3), growth=0)
+    one_traded = [traded(nearest(ONE_INT4), last, to) for last in (0.15, 0.3) for to in ("int8", "int4+4")]
+    found = _grid("traded", one_traded, (SMALL,), sweep=(0,), seeds=range(6), lrs=(16e-3,), growth=0)
+    found += _grid("traded", one_traded, (MIDDLE,), sweep=(0,), seeds=range(8), lrs=(8e-3,), growth=0)
     # Why `2-byte` fell behind with larger steps: its learning rate, its beta1, its rounding, the bits of v.
     asked = [full(0.8), TWO, EIGHTEEN, nearest(TWO), TWO_LONG, *TWO_BETAS[:1], full()]
     found += _grid("batch", asked, (larger_steps,), sweep=(0,), seeds=(0, 1), lrs=(8e-3, 16e-3), growth=0)
@@ -315,12 +311,12 @@ def cells() -> list[Cell]:
     once: Options = {"sweep": (0,), "seeds": (0,), "growth": 0}
     twice: Options = {"sweep": (0,), "seeds": (0, 1), "growth": 0}
     found += _grid("large", [full(0.8), nearest(FIFTEEN)], (LARGE,), **twice, lrs=(4e-3,))
-    found += _grid("large", one_traded[:1], (LARGE,), **once, lrs=(8e-3,))
+    found += _grid("large", one_traded[2:3], (LARGE,), **once, lrs=(8e-3,))
     found += _grid("large", [TWO, nearest(THIRTEEN)], (LARGE,), **once, lrs=(4e-3,))
-    found += _grid("large", one_traded[:1], (LARGE,), **twice, lrs=(8e-3,))
+    found += _grid("large", one_traded[:1], (LARGE,), **once, lrs=(4e-3, 8e-3))
     found += _grid("large", [nearest(ONE_INT4)], (LARGE,), **once, lrs=(4e-3, 8e-3))
     # A hundred tokens per parameter, both learning rates that matter there.
-    found += _grid("long", [*deciding(), *one_traded], (SMALL_LONG,), **twice, lrs=(8e-3, 16e-3))
+    found += _grid("long", [*deciding(), *one_traded[:2]], (SMALL_LONG,), **twice, lrs=(8e-3, 16e-3))
     # Muon at 150k: whether what holds at 37k holds there.
     found += _grid("muon", muons_at_150k(), (MIDDLE,), sweep=(0,), seeds=range(3), lrs=(16e-3, 32e-3), growth=0)
     # What presets were chosen by.
