@@ -135,24 +135,51 @@ inline bool encode_scaled_chunks(const Chunks& c) {
     }
 }
 
-// Logarithmic codes, rounded stochastically as a rule uses them.
+// Logarithmic codes of one chunk, rounded stochastically as a rule uses them. Plain chunks go apart: masks that only
+// sometimes count cost more than all the arithmetic.
+template <class Grid, int kBits, bool kPlain>
+inline void encode_log_chunk(const Grid& grid, const float* x, const ChunkDraw& random, uint8_t* data) {
+    vi codes[kVectors];
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) {
+        const vf number = load<vf>(x + i * kLanes), threshold = random.threshold(i * kLanes);
+        if constexpr (kPlain)
+            codes[i] = grid.template encode<ML_STOCHASTIC, true>(number, threshold);
+        else
+            codes[i] = grid.with_zeros(number, grid.template encode<ML_STOCHASTIC>(number, threshold));
+    }
+    pack_vectors<kBits, 0, true>(codes, data);
+}
+
+template <int kBits>
+inline void encode_plain_chunk(const LogGrid& grid, const float* x, const ChunkDraw& random, uint8_t* data) {
+    encode_log_chunk<LogGrid, kBits, true>(grid, x, random, data);
+}
+
+template <int>
+inline void encode_plain_chunk(const TwoBitLogGrid& grid, const float* x, const ChunkDraw& random, uint8_t* data) {
+    constexpr int kHeight = FullPlane<2>::kHeight, kPerByte = FullPlane<2>::kPerByte;
+#pragma GCC unroll 4
+    for (int i = 0; i < kHeight; i += kLanes) {
+        vi bytes{};
+#pragma GCC unroll 4
+        for (int j = 0; j < kPerByte; ++j) {
+            const int e = j * kHeight + i;
+            bytes = grid.add_plain(load<vf>(x + e), random.threshold(e), 1 << (2 * j), bytes);
+        }
+        store_bytes(data + i, bytes);
+    }
+}
+
 template <class Grid, int kBits>
 inline bool encode_log_chunks(const Chunks& c) {
     uint8_t* data = c.data;
     for (int chunk = 0; chunk < c.span.n / kChunk; ++chunk, data += 16 * kBits) {
         const Grid grid(c.blocks[chunk].log, kBits);
+        const float* const x = c.x + chunk * kChunk;
         const ChunkDraw random = c.draw.at(c.span.chunk + (uint64_t)chunk, chunk * kChunk);
-        vi codes[kVectors];
-        const auto encode = [&](auto has_zeros) {
-#pragma GCC unroll 8
-            for (int i = 0; i < kVectors; ++i) {
-                const vf number = load<vf>(c.x + chunk * kChunk + i * kLanes);
-                const vi code = grid.template encode<ML_STOCHASTIC>(number, random.threshold(i * kLanes));
-                codes[i] = decltype(has_zeros)::value ? grid.with_zeros(number, code) : code;
-            }
-            pack_vectors<kBits, 0, true>(codes, data);
-        };
-        grid.has_zeros() ? encode(std::true_type{}) : encode(std::false_type{});
+        grid.is_plain() ? encode_plain_chunk<kBits>(grid, x, random, data)
+                        : encode_log_chunk<Grid, kBits, false>(grid, x, random, data);
     }
     return true;
 }

@@ -250,11 +250,12 @@ inline vf log_levels(const LogBlock& block, int bits) {
 // Codes of positive numbers in a block; `with_zeros` then turns them into those of a block that has zeros.
 class LogCodes {
   public:
-    LogCodes(const LogBlock& block, int bits)
-        : has_zeros_(block.zero_flag || block.top == 0), last_((1 << bits) - 1 - block.zero_flag),
+    LogCodes(const LogBlock& block, int bits, bool is_extreme)
+        : has_zeros_(block.zero_flag || block.top == 0), is_extreme_(is_extreme), last_((1 << bits) - 1 - block.zero_flag),
           zero_code_(block.zero_flag ? (1 << bits) - 1 : 0) {}
 
-    bool has_zeros() const { return has_zeros_; }
+    // Neither zeros, nor levels where floats end.
+    bool is_plain() const { return !has_zeros_ && !is_extreme_; }
 
     vi with_zeros(vf x, vi code) const {
         if (!has_zeros_) return code;
@@ -263,25 +264,26 @@ class LogCodes {
 
   protected:
     bool has_zeros_;
+    bool is_extreme_;  // some code's level would not be positive, or a number may exceed the top
     int32_t last_, zero_code_;
 };
 
 class LogGrid : public LogCodes {
   public:
     LogGrid(const LogBlock& block, int bits)
-        : LogCodes(block, bits),
+        : LogCodes(block, bits, (block.top >> kStepUnit) <= (block.step << bits) || block.top == (int32_t)kBf16Max),
           top_(splat(block.top)),
           floor_(splat((int32_t)(block.top > 0))),
           step_(splat(block.step << kStepUnit)),
           units_(splat((uint32_t)block.step)),
           reciprocal_(splat(1.0f / (float)block.step)),
-          curve_(block.curve),
-          is_extreme_((block.top >> kStepUnit) <= (block.step << bits) || block.top == (int32_t)kBf16Max) {}
+          curve_(block.curve) {}
 
-    template <int kRounding>
+    template <int kRounding, bool kPlain = false>
     vi encode(vf x, vf threshold) const {
+        const bool is_extreme = !kPlain && is_extreme_;
         vi depth = top_ - bits(x);
-        if (is_extreme_) depth = max(depth, vi{});
+        if (is_extreme) depth = max(depth, vi{});
         vi code;
         if (kRounding == ML_NEAREST) {
             code = steps_in((vu)depth + (units_ << (kStepUnit - 1)));
@@ -291,12 +293,12 @@ class LogGrid : public LogCodes {
             code = steps_in((vu)depth);
             const vf rest = to_float(depth - (vi)((vu)code * (vu)step_));
             vi down = rest * (curve_.linear - curve_.square * rest) > threshold;
-            if (is_extreme_) down |= bits(x) == 1;  // where levels end at the smallest float, that is one of them
+            if (is_extreme) down |= bits(x) == 1;  // where levels end at the smallest float, that is one of them
             code = select(down, code + 1, code);
         } else {
             code = steps_in((vu)depth);
             vi upper_bits = below_top(code), lower_bits = upper_bits - step_;
-            if (is_extreme_) upper_bits = max(upper_bits, floor_), lower_bits = max(lower_bits, floor_);
+            if (is_extreme) upper_bits = max(upper_bits, floor_), lower_bits = max(lower_bits, floor_);
             const vf upper = from_bits(upper_bits), lower = from_bits(lower_bits);
             code = select(x - lower <= threshold * kThresholdUnit * (upper - lower), code + 1, code);
         }
@@ -323,16 +325,15 @@ class LogGrid : public LogCodes {
     vu units_;
     vf reciprocal_;
     LogCurve curve_;
-    bool is_extreme_;  // some code's level would not be positive, or a number may exceed the top
 };
 
 // The same for two-bit codes, where two comparisons find the interval: same result, fewer operations.
 class TwoBitLogGrid : public LogCodes {
   public:
     TwoBitLogGrid(const LogBlock& block, int bits)
-        : LogCodes(block, bits), step_(splat(block.step << kStepUnit)), second_(block.top - step_),
-          third_(second_ - step_), uppers_(from_bits(block.top - (lane_numbers() & 3) * step_)), curve_(block.curve),
-          is_extreme_(third_[0] <= block.step << kStepUnit) {}
+        : LogCodes(block, bits, block.top <= 3 * (block.step << kStepUnit)), top_(splat(block.top)),
+          step_(splat(block.step << kStepUnit)), second_(block.top - step_), third_(second_ - step_),
+          uppers_(from_bits(block.top - (lane_numbers() & 3) * step_)), curve_(block.curve) {}
 
     template <int kRounding>
     vi encode(vf x, vf threshold) const {
@@ -345,11 +346,23 @@ class TwoBitLogGrid : public LogCodes {
         return select(down, interval + 1, interval);
     }
 
+    // The same of a plain block: the codes, times `unit`, are added to `sum`. No code is ever in a register of its own.
+    vi add_plain(vf x, vf threshold, int32_t unit, vi sum) const {
+        const vi second = bits(x) <= second_, third = bits(x) <= third_;
+        vi depth = top_ - bits(x);
+        depth = select(second, depth - step_, depth);
+        depth = select(third, depth - step_, depth);
+        const vf rest = to_float(min(depth, step_));
+        const vi down = rest * (curve_.linear - curve_.square * rest) > threshold;
+        sum = select(second, sum + unit, sum);
+        sum = select(third, sum + unit, sum);
+        return select(down, sum + unit, sum);
+    }
+
   private:
-    vi step_, second_, third_;  // float bits: of a step, and of the uppermost numbers of the second and third interval
-    vf uppers_;                 // of the intervals
+    vi top_, step_, second_, third_;  // float bits; of the uppermost numbers of the second and third interval
+    vf uppers_;                       // of the intervals
     LogCurve curve_;
-    bool is_extreme_;  // the lowest level may be the smallest float
 };
 
 }  // namespace MASTERLESS_ISA
