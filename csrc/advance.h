@@ -26,6 +26,9 @@ struct Upcoming {
         at += bytes;
     }
 
+    // Inlined: GCC takes a function that only asks for one without any effect.
+    __attribute__((always_inline)) void ask_for(int byte) const { __builtin_prefetch(at + byte, 1); }
+
     void ask_for_all() {
         for (int line = 0; line < bytes; line += kCacheLine) __builtin_prefetch(at + line, 1);
         at += bytes;
@@ -43,6 +46,7 @@ struct Tile {
     LogChunk* second_statistics;     // out, likewise
     Upcoming next_gradient, next_weight, next_first, next_second;
     const Scalars* scalars;
+    const vf *weight_levels, *first_levels;  // of codes that tables are made for
 };
 
 // How a weight comes: from its buffer, where it lies as fp32, or as stored codes, a byte each or few bits.
@@ -93,28 +97,19 @@ bool advance_any(const MlTask& task, const Span& span, const Tile& tile) {
 
 // --- whole chunks, in the formats of presets ------------------------------------------------------------------------
 
-// How far the bytes of a packed chunk are shifted for each of its elements.
-template <int kBits>
-struct PackedShifts {
-    alignas(64) int32_t of[kChunk] = {};
+// A chunk is gone through in pairs of vectors, half a chunk apart: packed codes of two or four bits that are kHalf elements
+// apart stand in the same byte, four bits apart, so that two vectors of them are read at once.
+constexpr int kHalf = kChunk / 2;
 
-    constexpr PackedShifts() {
-        for (int e = 0; e < kChunk; ++e) of[e] = e / (16 * kBits) * kBits;
-    }
-};
-
-// The codes of a packed chunk, of two or four bits, vector by vector.
+// The codes of a packed chunk: of elements o and, four bits higher, o + kHalf. What stands above a code is another's.
 class PackedReader {
   public:
-    explicit PackedReader(int bits) : shifts_(bits == 2 ? kTwo.of : kFour.of), mask_(16 * bits - 1) {}
+    explicit PackedReader(int bits) : mask_(16 * bits - 1), shift_(bits == 2 ? 2 : 0) {}
 
-    vi codes(const uint8_t* data, int o) const { return load_bytes(data + (o & mask_)) >> load<vi>(shifts_ + o); }
+    vi pair(const uint8_t* data, int o) const { return load_bytes(data + (o & mask_)) >> (o < kHalf / 2 ? 0 : shift_); }
 
   private:
-    static constexpr PackedShifts<2> kTwo{};
-    static constexpr PackedShifts<4> kFour{};
-    const int32_t* shifts_;
-    int mask_;
+    int mask_, shift_;
 };
 
 // Whether all of a chunk has one scale, and codes that `PackedReader` reads, or bytes.
@@ -149,20 +144,21 @@ class ChunkCursor {
     int bytes_, per_block_, left_;
 };
 
-// The levels of a scaled format of few bits, in units of the scale.
+// The levels of a scaled format of few bits, in units of the scale; otherwise nothing.
 inline vf code_levels(const MlStorage& s) {
     vf levels{};
-    with_grid(s, [&](const auto& grid) { levels = grid.level(lane_numbers() & ((1 << s.bits) - 1)); });
+    if (is_scaled(s) && s.kind != ML_LOG && s.bits <= kTableBits)
+        with_grid(s, [&](const auto& grid) { levels = grid.level(lane_numbers() & ((1 << s.bits) - 1)); });
     return levels;
 }
 
 // What the rule wants of a chunk's codes. Tables of several chunks are made at a time: each is a chain of dependent
 // operations, and several of them overlap.
 struct ChunkTables {
-    vf weight, first, kept, before;  // of the weight in bytes: the scale
+    vf weight, first, kept, before;  // of the weight: what stays of it; if it is in bytes, the scale
     const uint8_t *weight_codes, *first_codes, *second_codes;
     uint64_t random;
-    bool was_zero;  // some second moment may have been zero
+    bool may_be_zero;  // some second moment, before or after
 };
 
 // The first moment is stored, and its largest magnitudes are noted unless errors are injected into it (`kInjects`).
@@ -176,9 +172,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     const Tile b = tile;  // a copy, which no store below can change
     Scalars c = *b.scalars;
     c.has_eps_square = true;  // `passage` asks for it
-    const vf largest = splat(kLargest);
-    const vf weight_levels = kWeight == From::kTable ? code_levels(task.weight) : splat(1.0f);
-    const vf first_levels = kPacked ? code_levels(task.first) : vf{};
+    const vf largest = splat(kLargest), weight_levels = *b.weight_levels, first_levels = *b.first_levels;
     const vi weight_zero = splat(task.weight.zero_code);
     const PackedReader weights(task.weight.bits), firsts(task.first.bits), seconds(task.second.bits);
     ChunkCursor weight_at(task.weight, span), first_at(task.first, span), second_at(task.second, span);
@@ -192,7 +186,8 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             ChunkTables& t = tables[k];
             t.random = chunk_word(task.weight.key, span.chunk + (uint64_t)(group + k));
             if (kWeightStored) {
-                t.weight = weight_levels * read_scale(task.weight, span.row, weight_at.block());
+                const float scale = read_scale(task.weight, span.row, weight_at.block());
+                t.weight = kWeight == From::kTable ? weight_levels * scale * c.decay : splat(scale);
                 t.weight_codes = weight_at.codes(), weight_at.next();
             }
             if (kPacked) {
@@ -200,13 +195,13 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                 if (Rule::kTakesKept) t.first = t.first * c.keep1;
                 t.first_codes = first_at.codes(), first_at.next();
             }
-            t.was_zero = true;
+            t.may_be_zero = true;
             if (kSecondPacked) {
                 const LogBlock block = read_log_block(task.second, second_at.block());
                 const vf levels = log_levels(block, task.second.bits);
                 t.kept = levels * c.keep2;
                 if (kCarries) t.before = root_before(levels, c);
-                t.was_zero = block.zero_flag || block.top == 0;
+                t.may_be_zero = !all(t.kept > 0.0f);
                 t.second_codes = second_at.codes(), second_at.next();
             }
         }
@@ -215,61 +210,76 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             const ChunkTables& t = tables[k];
             const vf weight_table = t.weight, first_table = t.first, kept_table = t.kept, before_table = t.before;
             ChunkRandom random(t.random);
-            for (Upcoming* next : {&next_gradient, &next_weight, &next_first, &next_second}) next->ask_for_all();
+            next_first.ask_for_all();
+            next_second.ask_for_all();
+            if (kWeight != From::kPlace) next_weight.ask_for_all();
             const auto advance = [&](bool may_be_zero) __attribute__((always_inline)) {
                 vi weight_peak{};
                 vf first_peak{};
                 LogChunk statistics;
-                for (int o = 0; o < kChunk; o += kLanes) {
-                    const int e = start + o;
-                    vf w;
-                    if (kWeight == From::kTable)
-                        w = lookup(weight_table, weights.codes(t.weight_codes, o));
-                    else if (kWeight == From::kBytes)
-                        w = to_float(load_bytes(t.weight_codes + o) - weight_zero) * weight_table;
-                    else
-                        w = load<vf>(b.w + e);
-                    const vf g = kNarrow ? load_bf16(b.narrow_g + e) : load<vf>(b.g + e);
-                    vf m, kept{}, stored{}, before{};
-                    if (kPacked)
-                        m = lookup(first_table, firsts.codes(t.first_codes, o));
-                    else
-                        m = Rule::kTakesKept ? load<vf>(b.m + e) * c.keep1 : load<vf>(b.m + e);
-                    if (kSecondPacked) {
-                        const vi codes = seconds.codes(t.second_codes, o);
-                        kept = lookup(kept_table, codes);
-                        if (kCarries) before = lookup(before_table, codes);
-                    } else {
-                        stored = load<vf>(b.v + e);
-                        kept = stored * c.keep2;
-                        if (kCarries) before = root_before(stored, c);
+                for (int i = 0; i < kHalf; i += kLanes) {
+                    vi weight_codes{}, first_codes{}, second_codes{};
+                    if (kWeight == From::kTable) weight_codes = weights.pair(t.weight_codes, i);
+                    if (kPacked) first_codes = firsts.pair(t.first_codes, i);
+                    if (kSecondPacked) second_codes = seconds.pair(t.second_codes, i);
+#pragma GCC unroll 2
+                    for (int j = 0; j < 2; ++j) {
+                        const int o = j * kHalf + i, e = start + o;
+                        next_gradient.ask_for(o * (kNarrow ? 2 : 4));
+                        if (kWeight == From::kPlace) next_weight.ask_for(o * 4);
+                        vf w;
+                        if (kWeight == From::kTable)
+                            w = lookup(weight_table, weight_codes >> 4 * j);
+                        else if (kWeight == From::kBytes)
+                            w = to_float(load_bytes(t.weight_codes + o) - weight_zero) * weight_table;
+                        else
+                            w = load<vf>(b.w + e);
+                        const vf g = kNarrow ? load_bf16(b.narrow_g + e) : load<vf>(b.g + e);
+                        vf m, kept{}, stored{}, before{};
+                        if (kPacked)
+                            m = lookup(first_table, first_codes >> 4 * j);
+                        else
+                            m = Rule::kTakesKept ? load<vf>(b.m + e) * c.keep1 : load<vf>(b.m + e);
+                        if (kSecondPacked) {
+                            kept = lookup(kept_table, second_codes >> 4 * j);
+                            if (kCarries) before = lookup(before_table, second_codes >> 4 * j);
+                        } else {
+                            stored = load<vf>(b.v + e);
+                            kept = stored * c.keep2;
+                            if (kCarries) before = root_before(stored, c);
+                        }
+                        const SecondMoment second{stored, kept, before, !kCoarse, may_be_zero, c};
+                        const Update u = Rule::template step<true, kRoot>(g, m, second, c);
+                        const vf stays = kWeight == From::kTable ? w : w * c.decay;
+                        vf target = stays - (kWholeStep ? u.direction : u.direction * c.step_size), first = u.first;
+                        if (kPaysBack) pay_back(target, first, c);
+                        store(b.w + e, target);
+                        if (kWeight == From::kPlace) store(b.backup + e, w);
+                        weight_peak = max(weight_peak, bits(target) & 0x7FFFFFFF);  // infinity and NaN are above the numbers
+                        store(b.m + e, first);
+                        if (!kInjects) first_peak = larger_magnitude(first_peak, first);
+                        if (kCoarse) {
+                            store(b.v + e, u.second);
+                            may_be_zero ? statistics.add(bits(u.second), o) : statistics.add_positive(bits(u.second), o);
+                        }
+                        store(b.words + e, random.at(j * kHalf));
                     }
-                    const SecondMoment second{stored, kept, before, !kCoarse, may_be_zero, c};
-                    const Update u = Rule::template step<true, kRoot>(g, m, second, c);
-                    vf target = w * c.decay - (kWholeStep ? u.direction : u.direction * c.step_size), first = u.first;
-                    if (kPaysBack) pay_back(target, first, c);
-                    store(b.w + e, target);
-                    if (kWeight == From::kPlace) store(b.backup + e, w);
-                    weight_peak = max(weight_peak, bits(target) & 0x7FFFFFFF);  // infinity and NaN lie above the numbers
-                    store(b.m + e, first);
-                    if (!kInjects) first_peak = larger_magnitude(first_peak, first);
-                    if (kCoarse) {
-                        store(b.v + e, u.second);
-                        statistics.add(bits(u.second), o);
-                    }
-                    store(b.words + e, random.next());
+                    random.advance();
                 }
                 if (kWeight != From::kPlace) b.weight_peaks[chunk] = from_bits(weight_peak);
                 largest_target = max(largest_target, weight_peak);
                 if (!kInjects) b.first_peaks[chunk] = first_peak;
                 if (kCoarse) {
-                    if (horizontal_max(statistics.top()) >= 0x7F800000)  // rare: what overflows stops short of infinity
+                    if (!may_be_zero) statistics.close_positive();
+                    if (!all(statistics.top() < 0x7F800000))  // rare: what overflows stops short of infinity
                         for (int e = start; e < start + kChunk; e += kLanes)
                             store(b.v + e, min(load<vf>(b.v + e), largest));
                     b.second_statistics[chunk] = statistics;
                 }
             };
-            kCarries && t.was_zero ? advance(true) : advance(false);
+            kSecondPacked && !t.may_be_zero ? advance(false) : advance(true);
+            next_gradient.at += kChunk * (kNarrow ? 2 : 4);
+            if (kWeight == From::kPlace) next_weight.at += kChunk * 4;
         }
     }
     return horizontal_max(largest_target) < 0x7F800000;

@@ -25,7 +25,8 @@ struct Codes {  // one byte a code; the finer bits of a weight apart
 inline bool is_scaled(const MlStorage& s) { return s.kind >= ML_LINEAR && s.kind <= ML_LOG; }
 
 inline int64_t metadata_index(const MlStorage& s, const Span& span) {
-    return s.per_tensor ? 0 : span.row * s.blocks_per_row + span.col / s.block;
+    const int64_t in_row = s.block == kChunk ? span.col / kChunk : span.col ? span.col / s.block : 0;  // mostly no division
+    return s.per_tensor ? 0 : span.row * s.blocks_per_row + in_row;
 }
 
 // --- metadata -----------------------------------------------------------------------------------------------

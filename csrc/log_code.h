@@ -172,6 +172,17 @@ class LogChunk {
         lowest_ = min(lowest_, (vu)b);
     }
 
+    // The same where none is zero; `close_positive` comes after the last one.
+    void add_positive(vi b, int o) {
+        top_ = max(top_, b);
+        vu& minimum = minima_[o / kLanes % kVectors];
+        minimum = min(minimum, (vu)b);
+    }
+
+    void close_positive() {
+        for (vu& m : minima_) m -= 1u;
+    }
+
     vi top() const { return top_; }
 
     LogSummary summary(int rank) const {

@@ -150,7 +150,7 @@ class Pipeline {
         const Tile tile{g_, narrow_g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr, draws ? b_.words : nullptr,
                         b_.weight_peaks, b_.first_peaks, b_.second_statistics,
                         after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, at_a_time), after(s, t_.weight, at_a_time),
-                        after(s, t_.first, kChunk), after(s, t_.second, kChunk), &c_};
+                        after(s, t_.first, kChunk), after(s, t_.second, kChunk), &c_, &weight_levels_, &first_levels_};
         const bool finite = rule(t_, s, tile);
         for (float* buffer : {b_.w, b_.m, b_.v}) clear_rest(s, buffer);
         return finite;
@@ -353,6 +353,7 @@ class Pipeline {
     MlTask& t_;
     Workspace& b_;
     const Scalars c_;
+    const vf weight_levels_ = code_levels(t_.weight), first_levels_ = code_levels(t_.first);
     Passage passage_;
     int passage_kind_ = -1;
     const float* g_ = nullptr;  // the loaded gradient and the target: in the workspace, or where they are stored
