@@ -86,10 +86,10 @@ inline void encode_scaled_chunks(const Grid& grid, const Chunks& c) {
     uint8_t *data = c.data, *hidden = c.hidden;
     for (int chunk = 0, left = per_block, block = 0; chunk < c.span.n / kChunk; ++chunk) {
         const Metadata& m = c.blocks[block];
-        const Divisor quotient(m.scale, c.s.hidden);
         const int e = chunk * kChunk;
         const ChunkDraw random = kStochastic ? c.draw.at(c.span.chunk + (uint64_t)chunk, e) : ChunkDraw{};
         const float unit = m.scale * (1.0f / (float)(1 << kHidden));
+        const Divisor quotient(unit, m.inverse);
         vf unused{};
         vf& peak = kInjects && c.inject.peaks ? c.inject.peaks[chunk] : unused;
         float* const moment = kInjects ? c.inject.moment + e : nullptr;

@@ -23,16 +23,17 @@ constexpr uint32_t kNone = 0xFFFFFFFFu;  // minima are kept as bits - 1, so that
 // probability r (linear - square r) kThresholdUnit, which is s (1 + c - c s) in s = r / step; c is about tanh(ln(ratio)/8).
 struct LogCurve {
     float linear = 0.0f, square = 0.0f;
+    float inverse = 0.0f;  // of the step in float bits
 };
 
 // Those of a vector of blocks: two divisions for all of them.
 struct LogCurves {
-    vf linear, square;
+    vf linear, square, inverse;
 
     explicit LogCurves(vi units) {
         const vf x = to_float(units) * 0x1.62e43p-14f, x2 = x * x;  // ln(2) / 8 over the units of an octave
         const vf c = min(x * (x2 + 27.0f) / (x2 * 9.0f + 27.0f), splat(1.0f));
-        const vf inverse = 1.0f / (to_float(units) * (float)(1 << kStepUnit));
+        inverse = 1.0f / (to_float(units) * (float)(1 << kStepUnit));
         linear = (c + 1.0f) * inverse * (1.0f / kThresholdUnit);
         square = c * inverse * inverse * (1.0f / kThresholdUnit);
     }
@@ -158,84 +159,13 @@ class LogStatistics {
     uint32_t minima_[kLogLanes];
 };
 
-// The summary of a block that is one whole chunk, gathered vector by vector.
-class LogChunk {
-  public:
-    LogChunk() : lowest_(splat(kNone)) {
-        for (vu& m : minima_) m = lowest_;
-    }
-
-    void add(vi b, int o) {
-        top_ = max(top_, b);
-        vu& minimum = minima_[o / kLanes % kVectors];
-        minimum = min(minimum, (vu)b - 1u);
-        lowest_ = min(lowest_, (vu)b);
-    }
-
-    // The same where none is zero; `close_positive` comes after the last one.
-    void add_positive(vi b, int o) {
-        top_ = max(top_, b);
-        vu& minimum = minima_[o / kLanes % kVectors];
-        minimum = min(minimum, (vu)b);
-    }
-
-    void close_positive() {
-        for (vu& m : minima_) m -= 1u;
-    }
-
-    vi top() const { return top_; }
-
-    LogSummary summary(int rank) const {
-        // A number that overflowed was stored as the largest one.
-        const int32_t top = horizontal_max(top_), largest = 0x7F7FFFFF;
-        return {top < largest ? top : largest, low(rank), all(lowest_ != 0u) ? 0 : -1};
-    }
-
-  private:
-    int32_t low(int rank) const {
-        vu smallest = minima_[0], second = splat(kNone);  // of the lanes that have met
-        if (kVectors == 2) second = max(minima_[0], minima_[1]), smallest = min(minima_[0], minima_[1]);
-        if (kLanes > kLogLanes) smallest = min(smallest, partners<kLogLanes>(smallest));  // the same lanes
-        if (rank == kLogLanes - 1) {
-            vu largest = smallest + 1u;
-            if (kVectors == 2) largest = max(largest, second + 1u);
-            return (int32_t)horizontal_max((vi)largest);
-        }
-        const bool all_found = all(smallest != kNone) && (kVectors == 1 || all(second != kNone));
-        if (rank > 1 || !all_found) {
-            uint32_t minima[2 * kLanes];
-            std::memcpy(minima, &smallest, sizeof smallest);
-            std::memcpy(minima + kLanes, &second, sizeof second);
-            return lowest_level(minima, rank);
-        }
-        meet<4>(smallest, second);
-        meet<2>(smallest, second);
-        meet<1>(smallest, second);
-        return (int32_t)((rank ? second[0] : smallest[0]) + 1u);
-    }
-
-    // The two smallest of each lane's and its partner's two smallest.
-    template <int kDistance>
-    static void meet(vu& smallest, vu& second) {
-        if (kDistance >= kLanes) return;  // those met when there were two vectors
-        const vu other = partners<kDistance>(smallest), other_second = partners<kDistance>(second);
-        second = min(max(smallest, other), min(second, other_second));
-        smallest = min(smallest, other);
-    }
-
-    static constexpr int kVectors = kLanes < kLogLanes ? kLogLanes / kLanes : 1;
-
-    vi top_{};
-    vu lowest_, minima_[kVectors];
-};
-
 // The metadata of a vector of blocks from the float bits of their maxima and lowest levels; `zeros` is -1 where there are
 // some, here and in the result.
 struct LogBlocks {
     vi top, step, zeros;
-    vf linear, square;
+    LogCurves curves;
 
-    LogBlocks(const MlStorage& s, vi largest, vi low, vi has_zeros) {
+    LogBlocks(const MlStorage& s, vi largest, vi low, vi has_zeros) : curves(vi{}) {
         top = min((largest + 0xFFFF) & ~0xFFFF, splat((int32_t)kBf16Max));
         zeros = has_zeros & (top > 0);
         const vi range = (max(top - low, vi{}) + ((1 << kStepUnit) - 1)) >> kStepUnit;
@@ -243,11 +173,12 @@ struct LogBlocks {
         const vi intervals = (1 << s.bits) - 1 + zeros;
         const vi quotient = to_int((to_float(range + intervals - 1) + 0.5f) / to_float(intervals));
         step = min(max(quotient, splat(1)), splat(0x7FFF));
-        const LogCurves curves(step);
-        linear = curves.linear, square = curves.square;
+        curves = LogCurves(step);
     }
 
-    LogBlock operator[](int k) const { return {top[k], step[k], zeros[k] != 0, {linear[k], square[k]}}; }
+    LogBlock operator[](int k) const {
+        return {top[k], step[k], zeros[k] != 0, {curves.linear[k], curves.square[k], curves.inverse[k]}};
+    }
 };
 
 // What the codes of a block stand for, by code modulo 2^bits.
@@ -287,7 +218,7 @@ class LogGrid : public LogCodes {
           floor_(splat((int32_t)(block.top > 0))),
           step_(splat(block.step << kStepUnit)),
           units_(splat((uint32_t)block.step)),
-          reciprocal_(splat(1.0f / (float)block.step)),
+          reciprocal_(splat(block.curve.inverse * (float)(1 << kStepUnit))),
           curve_(block.curve) {}
 
     template <int kRounding, bool kPlain = false>

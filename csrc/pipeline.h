@@ -317,7 +317,8 @@ class Pipeline {
             });
             if (bad) return bad;
             const float held = read_scale(t_.weight, row, row * t_.weight.blocks_per_row);
-            weight.scale = next_scale(t_.weight, t_.scale_policy, summary.largest(), held, 1.0f);
+            const float peak = summary.largest();
+            weight = scaled_block(t_.weight, next_scale(t_.weight, t_.scale_policy, peak, held, 1.0f), peak);
             known.weight = &weight;
         }
         if (is_long(t_.first) || is_long(t_.second)) {

@@ -106,11 +106,7 @@ struct Divisor {
     vf divisor = splat(1.0f), reciprocal = splat(1.0f);
 
     Divisor() = default;  // divides by one
-    Divisor(float scale, int shift) {
-        const float fine = scale / (float)(1 << shift);
-        divisor = splat(fine);
-        reciprocal = splat(1.0f / fine);
-    }
+    Divisor(float fine_scale, float inverse) : divisor(splat(fine_scale)), reciprocal(splat(inverse)) {}  // its inverse
 
     static bool suits(float scale) {
         const uint32_t b = bits(scale);

@@ -80,12 +80,27 @@ inline vi max(vi a, vi b) { return a > b ? a : b; }
 inline vu min(vu a, vu b) { return a < b ? a : b; }
 inline vu max(vu a, vu b) { return a > b ? a : b; }
 
-// Every lane's partner: the one whose number differs in one bit, kDistance.
-template <int kDistance>
-inline vu partners(vu x) {
-    vu other;
+// Every lane's partner: the one whose number differs in one bit, kDistance. (Clang sees a shuffle in the loop, GCC does not.)
+template <int kDistance, class V>
+inline V partners(V x) {
+#if defined(__clang__)
+    V other;
     for (int i = 0; i < kLanes; ++i) other[i] = x[(i ^ kDistance) % kLanes];
     return other;
+#else
+    return __builtin_shuffle(x, lane_numbers() ^ kDistance);
+#endif
+}
+
+// Lanes of `a`, but where that bit of their number is set those of `b`.
+template <int kDistance, class V>
+inline V alternate(V a, V b) {
+#if defined(__clang__)
+    for (int i = 0; i < kLanes; ++i) a[i] = i & kDistance ? b[i] : a[i];
+    return a;
+#else
+    return (lane_numbers() & kDistance) ? b : a;
+#endif
 }
 
 inline vf magnitude(vf x) { return from_bits(bits(x) & 0x7FFFFFFF); }

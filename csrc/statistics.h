@@ -371,8 +371,8 @@ inline void target_peak(Statistics& x, int64_t item, Workspace& work) {
 
 inline void one_scale_close(Statistics& x) {
     const MlStorage& weight = x.task->weight;
-    x.weight_scale.scale =
-        next_scale(weight, x.task->scale_policy, x.target_peak.value(), read_scale(weight, 0, 0), 1.0f);
+    const float peak = x.target_peak.value();
+    x.weight_scale = scaled_block(weight, next_scale(weight, x.task->scale_policy, peak, read_scale(weight, 0, 0), 1.0f), peak);
 }
 
 inline bool is_factored(const Statistics& x) { return x.needed() && x.factored(); }
