@@ -49,8 +49,9 @@ struct Tile {
     const vf *weight_levels, *first_levels;  // of codes that tables are made for
 };
 
-// How a weight comes: from its buffer, where it lies as fp32, or as stored codes, a byte each or few bits.
-enum class From { kBuffer, kPlace, kBytes, kTable };
+// How a weight comes: from its buffer, where it lies as fp32, or as stored codes: integers of a byte, few bits that a table
+// decodes, INT6, or INT4 with four hidden bits.
+enum class From { kBuffer, kPlace, kBytes, kTable, kSix, kHidden };
 
 // --- whatever it is -------------------------------------------------------------------------------------------------
 
@@ -112,6 +113,12 @@ class PackedReader {
     int mask_, shift_;
 };
 
+// A code whose upper four bits and kFiner lower ones are stored apart; what stands above them is not theirs.
+template <int kFiner>
+inline vi joined(vi upper, vi lower) {
+    return ((upper & 15) << kFiner) | (lower & ((1 << kFiner) - 1));
+}
+
 // Whether all of a chunk has one scale, and codes that `PackedReader` reads, or bytes.
 inline bool has_chunk_scales(const MlStorage& s, const Span& span) {
     return is_scaled(s) && !s.values && span.has_whole_chunks() && (s.block == kChunk || s.block == span.length);
@@ -119,8 +126,13 @@ inline bool has_chunk_scales(const MlStorage& s, const Span& span) {
 inline bool is_packed(const MlStorage& s, const Span& span) {
     return has_chunk_scales(s, span) && decodes_packed(s, span);
 }
-inline bool is_bytes(const MlStorage& s, const Span& span) {
-    return has_chunk_scales(s, span) && s.kind == ML_LINEAR && s.bits == 8 && !s.hidden;
+
+// Which of the stored codes a weight's are that the rule reads; or none.
+inline From stored_codes(const MlStorage& s, const Span& span) {
+    if (is_packed(s, span)) return From::kTable;
+    if (!has_chunk_scales(s, span) || s.adjacent || s.kind != ML_LINEAR) return From::kBuffer;
+    const int form = s.bits * 10 + s.hidden;
+    return form == 80 ? From::kBytes : form == 60 ? From::kSix : form == 44 ? From::kHidden : From::kBuffer;
 }
 
 // Goes through the chunks of a span: the number of each one's scale (or metadata), and its codes.
@@ -155,8 +167,8 @@ inline vf code_levels(const MlStorage& s) {
 // What the rule wants of a chunk's codes. Tables of several chunks are made at a time: each is a chain of dependent
 // operations, and several of them overlap.
 struct ChunkTables {
-    vf weight, first, kept, before;  // of the weight: what stays of it; if it is in bytes, the scale
-    const uint8_t *weight_codes, *first_codes, *second_codes;
+    vf weight, first, kept, before;  // of the weight: what stays of it; or the scale, if it has no table
+    const uint8_t *weight_codes, *finer_codes, *first_codes, *second_codes;  // finer: the lower bits of a weight's
     uint64_t random;
     bool may_be_zero;  // some second moment, before or after
 };
@@ -167,14 +179,17 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     static_assert(kRoot != Root::kExact, "exact roots are `advance_any`'s");
     constexpr bool kCoarse = kRoot == Root::kCoarse, kSecondPacked = kPacked && kCoarse;
     constexpr bool kWholeStep = Rule::kTakesKept, kCarries = kCoarse && Rule::kTakesKept;
-    constexpr bool kWeightStored = kWeight == From::kBytes || kWeight == From::kTable;
+    constexpr bool kWeightStored = kWeight != From::kBuffer && kWeight != From::kPlace;
+    constexpr bool kInTwo = kWeight == From::kSix || kWeight == From::kHidden;
+    constexpr int kFiner = kWeight == From::kSix ? 2 : 4;
     constexpr int kTogether = 8;
     const Tile b = tile;  // a copy, which no store below can change
     Scalars c = *b.scalars;
     c.has_eps_square = true;  // `passage` asks for it
     const vf largest = splat(kLargest), weight_levels = *b.weight_levels, first_levels = *b.first_levels;
     const vi weight_zero = splat(task.weight.zero_code);
-    const PackedReader weights(task.weight.bits), firsts(task.first.bits), seconds(task.second.bits);
+    const uint8_t* const hidden = kWeight == From::kHidden ? packed_hidden_codes(task.weight, span) : nullptr;
+    const PackedReader weights(kInTwo ? 4 : task.weight.bits), finer(kFiner), firsts(task.first.bits), seconds(task.second.bits);
     ChunkCursor weight_at(task.weight, span), first_at(task.first, span), second_at(task.second, span);
     Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight, next_first = b.next_first,
              next_second = b.next_second;
@@ -187,8 +202,11 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             t.random = chunk_word(task.weight.key, span.chunk + (uint64_t)(group + k));
             if (kWeightStored) {
                 const float scale = read_scale(task.weight, span.row, weight_at.block());
-                t.weight = kWeight == From::kTable ? weight_levels * scale * c.decay : splat(scale);
+                t.weight = kWeight == From::kTable    ? weight_levels * scale * c.decay
+                           : kWeight == From::kHidden ? splat(scale * (1.0f / (1 << kFiner)))
+                                                      : splat(scale);
                 t.weight_codes = weight_at.codes(), weight_at.next();
+                t.finer_codes = kWeight == From::kHidden ? hidden + (group + k) * kHalf : t.weight_codes + kHalf;
             }
             if (kPacked) {
                 t.first = first_levels * read_scale(task.first, span.row, first_at.block());
@@ -218,8 +236,9 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                 vf first_peak{};
                 LogChunk statistics;
                 for (int i = 0; i < kHalf; i += kLanes) {
-                    vi weight_codes{}, first_codes{}, second_codes{};
-                    if (kWeight == From::kTable) weight_codes = weights.pair(t.weight_codes, i);
+                    vi weight_codes{}, finer_codes{}, first_codes{}, second_codes{};
+                    if (kWeight == From::kTable || kInTwo) weight_codes = weights.pair(t.weight_codes, i);
+                    if (kInTwo) finer_codes = finer.pair(t.finer_codes, i);
                     if (kPacked) first_codes = firsts.pair(t.first_codes, i);
                     if (kSecondPacked) second_codes = seconds.pair(t.second_codes, i);
 #pragma GCC unroll 2
@@ -232,6 +251,8 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                             w = lookup(weight_table, weight_codes >> 4 * j);
                         else if (kWeight == From::kBytes)
                             w = to_float(load_bytes(t.weight_codes + o) - weight_zero) * weight_table;
+                        else if (kInTwo)
+                            w = to_float(joined<kFiner>(weight_codes >> 4 * j, finer_codes >> 4 * j) - weight_zero) * weight_table;
                         else
                             w = load<vf>(b.w + e);
                         const vf g = kNarrow ? load_bf16(b.narrow_g + e) : load<vf>(b.g + e);
@@ -283,111 +304,6 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
         }
     }
     return horizontal_max(largest_target) < 0x7F800000;
-}
-
-// --- which of them ----------------------------------------------------------------------------------------------------
-
-using RuleFunction = bool (*)(const MlTask&, const Span&, const Tile&);
-
-inline Root root_of(const MlTask& task) {
-    const int32_t kind = task.second.kind;
-    const bool is_float = kind == ML_NONE || kind == ML_FLOAT32 || kind == ML_BFLOAT16;
-    return is_float ? Root::kExact : kind == ML_FACTORED ? Root::kFactored : Root::kCoarse;
-}
-
-template <class Rule, bool kFirst>
-RuleFunction any(Root root) {
-    if (!Rule::kSecond || root == Root::kExact) return advance_any<Rule, kFirst, Root::kExact>;
-    return root == Root::kFactored ? advance_any<Rule, kFirst, Root::kFactored> : advance_any<Rule, kFirst, Root::kCoarse>;
-}
-
-template <class Rule>
-RuleFunction any(const MlTask& task) {
-    return task.first.kind != ML_NONE ? any<Rule, true>(root_of(task)) : any<Rule, false>(root_of(task));
-}
-
-inline RuleFunction any_function(const MlTask& task) {
-    switch (task.rule) {
-        case ML_ADAM: return any<Adam>(task);
-        case ML_ADAM_UPDATE_UNITS: return any<AdamUpdateUnits>(task);
-        case ML_ADABELIEF: return any<AdaBelief>(task);
-        case ML_ADAM_WEIGHT_UNITS: return any<AdamWeightUnits>(task);
-        case ML_RMSPROP:
-        case ML_RMSPROP_WEIGHT_UNITS: return any<RmsProp>(task);
-        case ML_SGD:
-        case ML_SGD_WEIGHT_UNITS: return any<Sgd<false>>(task);
-        case ML_SGD_NESTEROV:
-        case ML_SGD_NESTEROV_WEIGHT_UNITS: return any<Sgd<true>>(task);
-        case ML_LION: return any<Lion>(task);
-        case ML_ADAFACTOR_WEIGHT_UNITS: return any<AdafactorWeightUnits>(task);
-        default: return any<Adafactor>(task);
-    }
-}
-
-// How a span goes through `advance_chunks`; `function` is null if it does not.
-struct Passage {
-    RuleFunction function = nullptr;
-    From weight = From::kBuffer;
-    bool packed = false;
-};
-
-// Only what occurs is compiled: weights that lie in place lose nothing and have gradients of their own kind, and where
-// errors are injected the momentum is in units of the weight.
-template <class Rule, Root kRoot, From kWeight, bool kNarrow, bool kPacked>
-RuleFunction chunks(const MlTask& task, bool injects) {
-    constexpr bool kMayInject = Rule::kTakesKept && kWeight != From::kPlace;
-    if (!kMayInject || !injects) return advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, false, false>;
-    return task.pays_back && task.payback != 0.0f
-               ? advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, kMayInject, kMayInject>
-               : advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, kMayInject, false>;
-}
-
-template <class Rule, Root kRoot, From kWeight, bool kPacked>
-RuleFunction chunks(const MlTask& task, bool narrow, bool injects) {
-    return narrow && kWeight != From::kPlace ? chunks<Rule, kRoot, kWeight, kWeight != From::kPlace, kPacked>(task, injects)
-                                             : chunks<Rule, kRoot, kWeight, false, kPacked>(task, injects);
-}
-
-template <class Rule, Root kRoot>
-RuleFunction chunks(const MlTask& task, const Passage& how, bool narrow, bool injects) {
-    if constexpr (Rule::kTakesKept) {
-        if (how.weight == From::kTable) return chunks<Rule, kRoot, From::kTable, true>(task, narrow, injects);
-        if (how.weight == From::kBytes) return chunks<Rule, kRoot, From::kBytes, true>(task, narrow, injects);
-    }
-    if (how.weight == From::kPlace)
-        return how.packed ? chunks<Rule, kRoot, From::kPlace, true>(task, narrow, injects)
-                          : chunks<Rule, kRoot, From::kPlace, false>(task, narrow, injects);
-    return how.packed ? chunks<Rule, kRoot, From::kBuffer, true>(task, narrow, injects)
-                      : chunks<Rule, kRoot, From::kBuffer, false>(task, narrow, injects);
-}
-
-template <class Rule>
-RuleFunction chunks(const MlTask& task, const Passage& how, bool narrow, bool injects) {
-    return task.second.kind == ML_FACTORED ? chunks<Rule, Root::kFactored>(task, how, narrow, injects)
-                                           : chunks<Rule, Root::kCoarse>(task, how, narrow, injects);
-}
-
-// Vectors of four elements go through `advance_any`, always.
-inline Passage passage(const MlTask& t, const Scalars& c, const Span& span, bool narrow, bool in_place, bool injects) {
-    Passage how;
-    const bool in_weight_units = t.rule == ML_ADAM_WEIGHT_UNITS, in_update_units = t.rule == ML_ADAM_UPDATE_UNITS;
-    const bool usual = span.has_whole_chunks() && is_scaled(t.first) && !t.maximize && !t.has_l2 && c.has_eps_square &&
-                       (t.second.kind == ML_LOG || t.second.kind == ML_FACTORED) &&
-                       (in_weight_units ? t.step_size == 1.0f : in_update_units || t.rule == ML_ADAM) &&
-                       (injects ? in_weight_units && !in_place : !t.pays_back || t.payback == 0.0f) &&
-                       !(in_place && narrow);
-    if (!usual || kLanes < 8) return how;
-    how.packed = is_packed(t.first, span) && (t.second.kind == ML_FACTORED || is_packed(t.second, span));
-    const bool reads_weight = how.packed && in_weight_units;
-    how.weight = in_place                                        ? From::kPlace
-                 : reads_weight && is_packed(t.weight, span) ? From::kTable
-                 : reads_weight && is_bytes(t.weight, span)  ? From::kBytes
-                                                             : From::kBuffer;
-    if constexpr (kLanes >= 8)
-        how.function = in_weight_units   ? chunks<AdamWeightUnits>(t, how, narrow, injects)
-                       : in_update_units ? chunks<AdamUpdateUnits>(t, how, narrow, injects)
-                                         : chunks<Adam>(t, how, narrow, injects);
-    return how;
 }
 
 }  // namespace MASTERLESS_ISA

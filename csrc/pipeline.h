@@ -10,7 +10,7 @@
 
 #include <cmath>
 
-#include "advance.h"
+#include "passage.h"
 #include "workspace.h"
 
 namespace masterless {
