@@ -75,6 +75,21 @@ inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, c
                 const auto peak = [=](int k) { return of_chunks[first + k]; };
                 finish(fold_rows(count, peak, [](vf a, vf b) { return max(a, b); }), first, count);
             });
+    if constexpr (kLanes >= kRows)
+        if (s.block < kChunk && s.block % kLanes == 0 && span.has_whole_chunks() && s.negative_factor == 1.0f) {
+            const int block = (int)s.block, all = span.n / block;
+            for (int first = 0; first < all; first += kRows) {
+                const auto peak = [=](int k) {
+                    vf largest{};
+                    for (int e = (first + k) * block; e < (first + k + 1) * block; e += kLanes)
+                        largest = larger_magnitude(largest, load<vf>(x + e));
+                    return largest;
+                };
+                const int count = all - first < kRows ? all - first : kRows;
+                finish(fold_rows(count, peak, [](vf a, vf b) { return max(a, b); }), first, count);
+            }
+            return;
+        }
     vf peaks{};
     for_blocks_together(
         span, s.block, [&](int e, int length, int k) { peaks[k] = block_peak(s, x, e, length, of_chunks); },

@@ -273,8 +273,7 @@ class Pipeline {
         if (!is_scaled(weight)) return nullptr;
         const int64_t first = metadata_index(weight, s);
         scale_blocks(weight, s, b_.w, noted_weight_.peaks, b_.blocks, [&](vf peaks, int at, int count) {
-            vf held{};
-            for (int k = 0; k < count; ++k) held[k] = read_scale(weight, s.row, first + at + k);
+            const vf held = read_scales(weight, s.row, first + at, count);
             return next_scale(weight, t_.scale_policy, peaks, held, scale_unit(weight, s.row));
         });
         return b_.blocks;

@@ -126,6 +126,17 @@ inline V load_some(const uint8_t* p, int n) {
 #endif
 }
 
+// The first n of a vector's halves, zeros behind them.
+inline vi load_some_halves(const uint16_t* p, int n) {
+#if defined(__AVX512BW__)
+    return (vi)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((__mmask16)(n < 16 ? (1 << n) - 1 : 0xFFFF), p));
+#else
+    vi halves{};
+    for (int i = 0; i < n; ++i) halves[i] = p[i];
+    return halves;
+#endif
+}
+
 template <class V>
 inline void store_some(uint8_t* p, V v, int n) {
     static_assert(sizeof(V) == 64, "");
