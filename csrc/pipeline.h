@@ -8,6 +8,7 @@
 //   * Working memory is `Workspace`, one a thread, whatever the size of the parameter.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "passage.h"
@@ -42,7 +43,7 @@ class Pipeline {
     static int64_t rows_together(const MlTask& t) {
         const bool by_row = t.weight.tensor_scale || t.first.tensor_scale || t.second.tensor_scale;  // other units
         const bool one_scale = is_scaled(t.weight) && t.weight.per_tensor;
-        return t.cols > 0 && 2 * pitch(t) <= kSpan && !one_scale && !by_row ? kSpan / pitch(t) : 1;
+        return t.cols > 0 && 2 * pitch(t) <= kRowsSpan && !one_scale && !by_row ? kRowsSpan / pitch(t) : 1;
     }
 
     static int64_t pitch(const MlTask& t) { return (t.cols + kLanes - 1) / kLanes * kLanes; }
@@ -177,7 +178,7 @@ class Pipeline {
     }
 
     static Workspace& arranged(Workspace& work, const MlTask& task) {
-        work.arrange(unit_length(task));
+        work.arrange(std::max(unit_length(task), rows_together(task) * pitch(task)));
         return work;
     }
 
