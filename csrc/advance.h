@@ -189,7 +189,8 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     const vf largest = splat(kLargest), weight_levels = *b.weight_levels, first_levels = *b.first_levels;
     const vi weight_zero = splat(task.weight.zero_code);
     const uint8_t* const hidden = kWeight == From::kHidden ? packed_hidden_codes(task.weight, span) : nullptr;
-    const PackedReader weights(kInTwo ? 4 : task.weight.bits), finer(kFiner), firsts(task.first.bits), seconds(task.second.bits);
+    const PackedReader weights(kInTwo ? 4 : task.weight.bits), finer(kFiner), firsts(task.first.bits),
+        seconds(task.second.bits);
     ChunkCursor weight_at(task.weight, span), first_at(task.first, span), second_at(task.second, span);
     Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight, next_first = b.next_first,
              next_second = b.next_second;
@@ -206,7 +207,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                            : kWeight == From::kHidden ? splat(scale * (1.0f / (1 << kFiner)))
                                                       : splat(scale);
                 t.weight_codes = weight_at.codes(), weight_at.next();
-                t.finer_codes = kWeight == From::kHidden ? hidden + (group + k) * kHalf : t.weight_codes + kHalf;
+                if (kInTwo) t.finer_codes = kWeight == From::kSix ? t.weight_codes + kHalf : hidden + (group + k) * kHalf;
             }
             if (kPacked) {
                 t.first = first_levels * read_scale(task.first, span.row, first_at.block());
@@ -252,7 +253,8 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                         else if (kWeight == From::kBytes)
                             w = to_float(load_bytes(t.weight_codes + o) - weight_zero) * weight_table;
                         else if (kInTwo)
-                            w = to_float(joined<kFiner>(weight_codes >> 4 * j, finer_codes >> 4 * j) - weight_zero) * weight_table;
+                            w = to_float(joined<kFiner>(weight_codes >> 4 * j, finer_codes >> 4 * j) - weight_zero) *
+                                weight_table;
                         else
                             w = load<vf>(b.w + e);
                         const vf g = kNarrow ? load_bf16(b.narrow_g + e) : load<vf>(b.g + e);

@@ -66,8 +66,8 @@ inline vf to_float(vi x) { return __builtin_convertvector(x, vf); }
 inline vf to_float(vu x) { return __builtin_convertvector(x, vf); }  // one instruction if kConvertsUnsigned
 inline vi to_int(vf x) { return __builtin_convertvector(x, vi); }  // truncates
 
-// Bytes and halves in memory are integers in a vector: `store_bytes` and `load_bytes`, `upper_half` and `load_halves`. Half of a vector's floats
-// as doubles: `low_half` and `high_half`.
+// Bytes and halves in memory are integers in a vector: `store_bytes` and `load_bytes`, `upper_half` and `load_halves`.
+// Half of a vector's floats as doubles: `low_half` and `high_half`.
 
 inline vi lane_numbers() {
     vi v;

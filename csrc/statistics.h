@@ -241,12 +241,13 @@ inline void factored_sums(Statistics& x, int64_t item, Workspace& work) {
         int i = 0;
         if (!t.has_l2 && n % kLanes == 0)  // where they lie, several rows at a time
             for (const int64_t pitch = t.cols; i + kSumsTogether <= rows; i += kSumsTogether) {
-                const int64_t at = (first_row + i) * pitch + col;
-                const uint16_t* const narrow = (const uint16_t*)t.grad + at;
-                const float* const wide = (const float*)t.grad + at;
-                t.grad_is_bf16
-                    ? add_squares<kSumsTogether>(n, unit, columns, row_sums + i, [=](int r, int e) { return load_bf16(narrow + r * pitch + e); })
-                    : add_squares<kSumsTogether>(n, unit, columns, row_sums + i, [=](int r, int e) { return load<vf>(wide + r * pitch + e); });
+                const uint16_t* const narrow = (const uint16_t*)t.grad + (first_row + i) * pitch + col;
+                const float* const wide = (const float*)t.grad + (first_row + i) * pitch + col;
+                const auto add = [&](auto&& read) { add_squares<kSumsTogether>(n, unit, columns, row_sums + i, read); };
+                if (t.grad_is_bf16)
+                    add([=](int r, int e) { return load_bf16(narrow + r * pitch + e); });
+                else
+                    add([=](int r, int e) { return load<vf>(wide + r * pitch + e); });
             }
         for (; i < rows; ++i) {
             const float* const g = load_squarable(t, p, work, p.span(first_row + i, col, n));
@@ -325,7 +326,8 @@ inline void target_peak(Statistics& x, int64_t item, Workspace& work) {
 inline void one_scale_close(Statistics& x) {
     const MlStorage& weight = x.task->weight;
     const float peak = x.target_peak.value();
-    x.weight_scale = scaled_block(weight, next_scale(weight, x.task->scale_policy, peak, read_scale(weight, 0, 0), 1.0f), peak);
+    const float held = read_scale(weight, 0, 0);
+    x.weight_scale = scaled_block(weight, next_scale(weight, x.task->scale_policy, peak, held, 1.0f), peak);
 }
 
 inline bool is_factored(const Statistics& x) { return x.needed() && x.factored(); }
