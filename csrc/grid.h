@@ -58,7 +58,7 @@ class MinifloatGrid {
     template <bool kStochastic>
     vf encode(vf t, vf threshold, vi& code) const {
         const vi exponent = max(bits(t) & 0x7F800000, splat(kLowestExponent << 23));
-        const vf gap = from_bits(exponent - (M << 23)), per_gap = from_bits(((254 + M) << 23) - exponent);
+        const vf gap = from_bits(exponent - (M << 23)), per_gap = from_bits((vi)(((254u + M) << 23) - (vu)exponent));
         const vf in_gaps = t * per_gap, shift = splat(kShift);
         const vf shifted = kStochastic ? shifted_ceil(multiply_add(threshold, splat(-kThresholdUnit), in_gaps), shift)
                                        : in_gaps + shift;
