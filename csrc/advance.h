@@ -26,6 +26,9 @@ struct Upcoming {
         at += bytes;
     }
 
+    // Inlined: GCC takes a function that only asks for one without any effect.
+    __attribute__((always_inline)) void ask_for(int byte) const { __builtin_prefetch(at + byte, 1); }
+
     void ask_for_all() {
         for (int line = 0; line < bytes; line += kCacheLine) __builtin_prefetch(at + line, 1);
         at += bytes;
@@ -43,10 +46,12 @@ struct Tile {
     LogChunk* second_statistics;     // out, likewise
     Upcoming next_gradient, next_weight, next_first, next_second;
     const Scalars* scalars;
+    const vf *weight_levels, *first_levels;  // of codes that tables are made for
 };
 
-// How a weight comes: from its buffer, where it lies as fp32, or as stored codes, a byte each or few bits.
-enum class From { kBuffer, kPlace, kBytes, kTable };
+// How a weight comes: from its buffer, where it lies as fp32, or as stored codes: integers of a byte, few bits that a table
+// decodes, INT6, or INT4 with four hidden bits.
+enum class From { kBuffer, kPlace, kBytes, kTable, kSix, kHidden };
 
 // --- whatever it is -------------------------------------------------------------------------------------------------
 
@@ -93,29 +98,26 @@ bool advance_any(const MlTask& task, const Span& span, const Tile& tile) {
 
 // --- whole chunks, in the formats of presets ------------------------------------------------------------------------
 
-// How far the bytes of a packed chunk are shifted for each of its elements.
-template <int kBits>
-struct PackedShifts {
-    alignas(64) int32_t of[kChunk] = {};
+// A chunk is gone through in pairs of vectors, half a chunk apart: packed codes of two or four bits that are kHalf elements
+// apart stand in the same byte, four bits apart, so that two vectors of them are read at once.
+constexpr int kHalf = kChunk / 2;
 
-    constexpr PackedShifts() {
-        for (int e = 0; e < kChunk; ++e) of[e] = e / (16 * kBits) * kBits;
-    }
-};
-
-// The codes of a packed chunk, of two or four bits, vector by vector.
+// The codes of a packed chunk: of elements o and, four bits higher, o + kHalf. What stands above a code is another's.
 class PackedReader {
   public:
-    explicit PackedReader(int bits) : shifts_(bits == 2 ? kTwo.of : kFour.of), mask_(16 * bits - 1) {}
+    explicit PackedReader(int bits) : mask_(16 * bits - 1), shift_(bits == 2 ? 2 : 0) {}
 
-    vi codes(const uint8_t* data, int o) const { return load_bytes(data + (o & mask_)) >> load<vi>(shifts_ + o); }
+    vi pair(const uint8_t* data, int o) const { return load_bytes(data + (o & mask_)) >> (o < kHalf / 2 ? 0 : shift_); }
 
   private:
-    static constexpr PackedShifts<2> kTwo{};
-    static constexpr PackedShifts<4> kFour{};
-    const int32_t* shifts_;
-    int mask_;
+    int mask_, shift_;
 };
+
+// A code whose upper four bits and kFiner lower ones are stored apart; what stands above them is not theirs.
+template <int kFiner>
+inline vi joined(vi upper, vi lower) {
+    return ((upper & 15) << kFiner) | (lower & ((1 << kFiner) - 1));
+}
 
 // Whether all of a chunk has one scale, and codes that `PackedReader` reads, or bytes.
 inline bool has_chunk_scales(const MlStorage& s, const Span& span) {
@@ -124,8 +126,13 @@ inline bool has_chunk_scales(const MlStorage& s, const Span& span) {
 inline bool is_packed(const MlStorage& s, const Span& span) {
     return has_chunk_scales(s, span) && decodes_packed(s, span);
 }
-inline bool is_bytes(const MlStorage& s, const Span& span) {
-    return has_chunk_scales(s, span) && s.kind == ML_LINEAR && s.bits == 8 && !s.hidden;
+
+// Which of the stored codes a weight's are that the rule reads; or none.
+inline From stored_codes(const MlStorage& s, const Span& span) {
+    if (is_packed(s, span)) return From::kTable;
+    if (!has_chunk_scales(s, span) || s.adjacent || s.kind != ML_LINEAR) return From::kBuffer;
+    const int form = s.bits * 10 + s.hidden;
+    return form == 80 ? From::kBytes : form == 60 ? From::kSix : form == 44 ? From::kHidden : From::kBuffer;
 }
 
 // Goes through the chunks of a span: the number of each one's scale (or metadata), and its codes.
@@ -149,20 +156,21 @@ class ChunkCursor {
     int bytes_, per_block_, left_;
 };
 
-// The levels of a scaled format of few bits, in units of the scale.
+// The levels of a scaled format of few bits, in units of the scale; otherwise nothing.
 inline vf code_levels(const MlStorage& s) {
     vf levels{};
-    with_grid(s, [&](const auto& grid) { levels = grid.level(lane_numbers() & ((1 << s.bits) - 1)); });
+    if (is_scaled(s) && s.kind != ML_LOG && s.bits <= kTableBits)
+        with_grid(s, [&](const auto& grid) { levels = grid.level(lane_numbers() & ((1 << s.bits) - 1)); });
     return levels;
 }
 
 // What the rule wants of a chunk's codes. Tables of several chunks are made at a time: each is a chain of dependent
 // operations, and several of them overlap.
 struct ChunkTables {
-    vf weight, first, kept, before;  // of the weight in bytes: the scale
-    const uint8_t *weight_codes, *first_codes, *second_codes;
+    vf weight, first, kept, before;  // of the weight: what stays of it; or the scale, if it has no table
+    const uint8_t *weight_codes, *finer_codes, *first_codes, *second_codes;  // finer: the lower bits of a weight's
     uint64_t random;
-    bool was_zero;  // some second moment may have been zero
+    bool may_be_zero;  // some second moment, before or after
 };
 
 // The first moment is stored, and its largest magnitudes are noted unless errors are injected into it (`kInjects`).
@@ -171,16 +179,18 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     static_assert(kRoot != Root::kExact, "exact roots are `advance_any`'s");
     constexpr bool kCoarse = kRoot == Root::kCoarse, kSecondPacked = kPacked && kCoarse;
     constexpr bool kWholeStep = Rule::kTakesKept, kCarries = kCoarse && Rule::kTakesKept;
-    constexpr bool kWeightStored = kWeight == From::kBytes || kWeight == From::kTable;
+    constexpr bool kWeightStored = kWeight != From::kBuffer && kWeight != From::kPlace;
+    constexpr bool kInTwo = kWeight == From::kSix || kWeight == From::kHidden;
+    constexpr int kFiner = kWeight == From::kSix ? 2 : 4;
     constexpr int kTogether = 8;
     const Tile b = tile;  // a copy, which no store below can change
     Scalars c = *b.scalars;
     c.has_eps_square = true;  // `passage` asks for it
-    const vf largest = splat(kLargest);
-    const vf weight_levels = kWeight == From::kTable ? code_levels(task.weight) : splat(1.0f);
-    const vf first_levels = kPacked ? code_levels(task.first) : vf{};
+    const vf largest = splat(kLargest), weight_levels = *b.weight_levels, first_levels = *b.first_levels;
     const vi weight_zero = splat(task.weight.zero_code);
-    const PackedReader weights(task.weight.bits), firsts(task.first.bits), seconds(task.second.bits);
+    const uint8_t* const hidden = kWeight == From::kHidden ? packed_hidden_codes(task.weight, span) : nullptr;
+    const PackedReader weights(kInTwo ? 4 : task.weight.bits), finer(kFiner), firsts(task.first.bits),
+        seconds(task.second.bits);
     ChunkCursor weight_at(task.weight, span), first_at(task.first, span), second_at(task.second, span);
     Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight, next_first = b.next_first,
              next_second = b.next_second;
@@ -192,21 +202,25 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             ChunkTables& t = tables[k];
             t.random = chunk_word(task.weight.key, span.chunk + (uint64_t)(group + k));
             if (kWeightStored) {
-                t.weight = weight_levels * read_scale(task.weight, span.row, weight_at.block());
+                const float scale = read_scale(task.weight, span.row, weight_at.block());
+                t.weight = kWeight == From::kTable    ? weight_levels * scale * c.decay
+                           : kWeight == From::kHidden ? splat(scale * (1.0f / (1 << kFiner)))
+                                                      : splat(scale);
                 t.weight_codes = weight_at.codes(), weight_at.next();
+                if (kInTwo) t.finer_codes = kWeight == From::kSix ? t.weight_codes + kHalf : hidden + (group + k) * kHalf;
             }
             if (kPacked) {
                 t.first = first_levels * read_scale(task.first, span.row, first_at.block());
                 if (Rule::kTakesKept) t.first = t.first * c.keep1;
                 t.first_codes = first_at.codes(), first_at.next();
             }
-            t.was_zero = true;
+            t.may_be_zero = true;
             if (kSecondPacked) {
                 const LogBlock block = read_log_block(task.second, second_at.block());
                 const vf levels = log_levels(block, task.second.bits);
                 t.kept = levels * c.keep2;
                 if (kCarries) t.before = root_before(levels, c);
-                t.was_zero = block.zero_flag || block.top == 0;
+                t.may_be_zero = !all(t.kept > 0.0f);
                 t.second_codes = second_at.codes(), second_at.next();
             }
         }
@@ -215,169 +229,83 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             const ChunkTables& t = tables[k];
             const vf weight_table = t.weight, first_table = t.first, kept_table = t.kept, before_table = t.before;
             ChunkRandom random(t.random);
-            for (Upcoming* next : {&next_gradient, &next_weight, &next_first, &next_second}) next->ask_for_all();
+            next_first.ask_for_all();
+            next_second.ask_for_all();
+            if (kWeight != From::kPlace) next_weight.ask_for_all();
             const auto advance = [&](bool may_be_zero) __attribute__((always_inline)) {
                 vi weight_peak{};
                 vf first_peak{};
                 LogChunk statistics;
-                for (int o = 0; o < kChunk; o += kLanes) {
-                    const int e = start + o;
-                    vf w;
-                    if (kWeight == From::kTable)
-                        w = lookup(weight_table, weights.codes(t.weight_codes, o));
-                    else if (kWeight == From::kBytes)
-                        w = to_float(load_bytes(t.weight_codes + o) - weight_zero) * weight_table;
-                    else
-                        w = load<vf>(b.w + e);
-                    const vf g = kNarrow ? load_bf16(b.narrow_g + e) : load<vf>(b.g + e);
-                    vf m, kept{}, stored{}, before{};
-                    if (kPacked)
-                        m = lookup(first_table, firsts.codes(t.first_codes, o));
-                    else
-                        m = Rule::kTakesKept ? load<vf>(b.m + e) * c.keep1 : load<vf>(b.m + e);
-                    if (kSecondPacked) {
-                        const vi codes = seconds.codes(t.second_codes, o);
-                        kept = lookup(kept_table, codes);
-                        if (kCarries) before = lookup(before_table, codes);
-                    } else {
-                        stored = load<vf>(b.v + e);
-                        kept = stored * c.keep2;
-                        if (kCarries) before = root_before(stored, c);
+                for (int i = 0; i < kHalf; i += kLanes) {
+                    vi weight_codes{}, finer_codes{}, first_codes{}, second_codes{};
+                    if (kWeight == From::kTable || kInTwo) weight_codes = weights.pair(t.weight_codes, i);
+                    if (kInTwo) finer_codes = finer.pair(t.finer_codes, i);
+                    if (kPacked) first_codes = firsts.pair(t.first_codes, i);
+                    if (kSecondPacked) second_codes = seconds.pair(t.second_codes, i);
+#pragma GCC unroll 2
+                    for (int j = 0; j < 2; ++j) {
+                        const int o = j * kHalf + i, e = start + o;
+                        next_gradient.ask_for(o * (kNarrow ? 2 : 4));
+                        if (kWeight == From::kPlace) next_weight.ask_for(o * 4);
+                        vf w;
+                        if (kWeight == From::kTable)
+                            w = lookup(weight_table, weight_codes >> 4 * j);
+                        else if (kWeight == From::kBytes)
+                            w = to_float(load_bytes(t.weight_codes + o) - weight_zero) * weight_table;
+                        else if (kInTwo)
+                            w = to_float(joined<kFiner>(weight_codes >> 4 * j, finer_codes >> 4 * j) - weight_zero) *
+                                weight_table;
+                        else
+                            w = load<vf>(b.w + e);
+                        const vf g = kNarrow ? load_bf16(b.narrow_g + e) : load<vf>(b.g + e);
+                        vf m, kept{}, stored{}, before{};
+                        if (kPacked)
+                            m = lookup(first_table, first_codes >> 4 * j);
+                        else
+                            m = Rule::kTakesKept ? load<vf>(b.m + e) * c.keep1 : load<vf>(b.m + e);
+                        if (kSecondPacked) {
+                            kept = lookup(kept_table, second_codes >> 4 * j);
+                            if (kCarries) before = lookup(before_table, second_codes >> 4 * j);
+                        } else {
+                            stored = load<vf>(b.v + e);
+                            kept = stored * c.keep2;
+                            if (kCarries) before = root_before(stored, c);
+                        }
+                        const SecondMoment second{stored, kept, before, !kCoarse, may_be_zero, c};
+                        const Update u = Rule::template step<true, kRoot>(g, m, second, c);
+                        const vf stays = kWeight == From::kTable ? w : w * c.decay;
+                        vf target = stays - (kWholeStep ? u.direction : u.direction * c.step_size), first = u.first;
+                        if (kPaysBack) pay_back(target, first, c);
+                        store(b.w + e, target);
+                        if (kWeight == From::kPlace) store(b.backup + e, w);
+                        weight_peak = max(weight_peak, bits(target) & 0x7FFFFFFF);  // infinity and NaN are above the numbers
+                        store(b.m + e, first);
+                        if (!kInjects) first_peak = larger_magnitude(first_peak, first);
+                        if (kCoarse) {
+                            store(b.v + e, u.second);
+                            may_be_zero ? statistics.add(bits(u.second), o) : statistics.add_positive(bits(u.second), o);
+                        }
+                        store(b.words + e, random.at(j * kHalf));
                     }
-                    const SecondMoment second{stored, kept, before, !kCoarse, may_be_zero, c};
-                    const Update u = Rule::template step<true, kRoot>(g, m, second, c);
-                    vf target = w * c.decay - (kWholeStep ? u.direction : u.direction * c.step_size), first = u.first;
-                    if (kPaysBack) pay_back(target, first, c);
-                    store(b.w + e, target);
-                    if (kWeight == From::kPlace) store(b.backup + e, w);
-                    weight_peak = max(weight_peak, bits(target) & 0x7FFFFFFF);  // infinity and NaN lie above the numbers
-                    store(b.m + e, first);
-                    if (!kInjects) first_peak = larger_magnitude(first_peak, first);
-                    if (kCoarse) {
-                        store(b.v + e, u.second);
-                        statistics.add(bits(u.second), o);
-                    }
-                    store(b.words + e, random.next());
+                    random.advance();
                 }
                 if (kWeight != From::kPlace) b.weight_peaks[chunk] = from_bits(weight_peak);
                 largest_target = max(largest_target, weight_peak);
                 if (!kInjects) b.first_peaks[chunk] = first_peak;
                 if (kCoarse) {
-                    if (horizontal_max(statistics.top()) >= 0x7F800000)  // rare: what overflows stops short of infinity
+                    if (!may_be_zero) statistics.close_positive();
+                    if (!all(statistics.top() < 0x7F800000))  // rare: what overflows stops short of infinity
                         for (int e = start; e < start + kChunk; e += kLanes)
                             store(b.v + e, min(load<vf>(b.v + e), largest));
                     b.second_statistics[chunk] = statistics;
                 }
             };
-            kCarries && t.was_zero ? advance(true) : advance(false);
+            kSecondPacked && !t.may_be_zero ? advance(false) : advance(true);
+            next_gradient.at += kChunk * (kNarrow ? 2 : 4);
+            if (kWeight == From::kPlace) next_weight.at += kChunk * 4;
         }
     }
     return horizontal_max(largest_target) < 0x7F800000;
-}
-
-// --- which of them ----------------------------------------------------------------------------------------------------
-
-using RuleFunction = bool (*)(const MlTask&, const Span&, const Tile&);
-
-inline Root root_of(const MlTask& task) {
-    const int32_t kind = task.second.kind;
-    const bool is_float = kind == ML_NONE || kind == ML_FLOAT32 || kind == ML_BFLOAT16;
-    return is_float ? Root::kExact : kind == ML_FACTORED ? Root::kFactored : Root::kCoarse;
-}
-
-template <class Rule, bool kFirst>
-RuleFunction any(Root root) {
-    if (!Rule::kSecond || root == Root::kExact) return advance_any<Rule, kFirst, Root::kExact>;
-    return root == Root::kFactored ? advance_any<Rule, kFirst, Root::kFactored> : advance_any<Rule, kFirst, Root::kCoarse>;
-}
-
-template <class Rule>
-RuleFunction any(const MlTask& task) {
-    return task.first.kind != ML_NONE ? any<Rule, true>(root_of(task)) : any<Rule, false>(root_of(task));
-}
-
-inline RuleFunction any_function(const MlTask& task) {
-    switch (task.rule) {
-        case ML_ADAM: return any<Adam>(task);
-        case ML_ADAM_UPDATE_UNITS: return any<AdamUpdateUnits>(task);
-        case ML_ADABELIEF: return any<AdaBelief>(task);
-        case ML_ADAM_WEIGHT_UNITS: return any<AdamWeightUnits>(task);
-        case ML_RMSPROP:
-        case ML_RMSPROP_WEIGHT_UNITS: return any<RmsProp>(task);
-        case ML_SGD:
-        case ML_SGD_WEIGHT_UNITS: return any<Sgd<false>>(task);
-        case ML_SGD_NESTEROV:
-        case ML_SGD_NESTEROV_WEIGHT_UNITS: return any<Sgd<true>>(task);
-        case ML_LION: return any<Lion>(task);
-        case ML_ADAFACTOR_WEIGHT_UNITS: return any<AdafactorWeightUnits>(task);
-        default: return any<Adafactor>(task);
-    }
-}
-
-// How a span goes through `advance_chunks`; `function` is null if it does not.
-struct Passage {
-    RuleFunction function = nullptr;
-    From weight = From::kBuffer;
-    bool packed = false;
-};
-
-// Only what occurs is compiled: weights that lie in place lose nothing and have gradients of their own kind, and where
-// errors are injected the momentum is in units of the weight.
-template <class Rule, Root kRoot, From kWeight, bool kNarrow, bool kPacked>
-RuleFunction chunks(const MlTask& task, bool injects) {
-    constexpr bool kMayInject = Rule::kTakesKept && kWeight != From::kPlace;
-    if (!kMayInject || !injects) return advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, false, false>;
-    return task.pays_back && task.payback != 0.0f
-               ? advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, kMayInject, kMayInject>
-               : advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, kMayInject, false>;
-}
-
-template <class Rule, Root kRoot, From kWeight, bool kPacked>
-RuleFunction chunks(const MlTask& task, bool narrow, bool injects) {
-    return narrow && kWeight != From::kPlace ? chunks<Rule, kRoot, kWeight, kWeight != From::kPlace, kPacked>(task, injects)
-                                             : chunks<Rule, kRoot, kWeight, false, kPacked>(task, injects);
-}
-
-template <class Rule, Root kRoot>
-RuleFunction chunks(const MlTask& task, const Passage& how, bool narrow, bool injects) {
-    if constexpr (Rule::kTakesKept) {
-        if (how.weight == From::kTable) return chunks<Rule, kRoot, From::kTable, true>(task, narrow, injects);
-        if (how.weight == From::kBytes) return chunks<Rule, kRoot, From::kBytes, true>(task, narrow, injects);
-    }
-    if (how.weight == From::kPlace)
-        return how.packed ? chunks<Rule, kRoot, From::kPlace, true>(task, narrow, injects)
-                          : chunks<Rule, kRoot, From::kPlace, false>(task, narrow, injects);
-    return how.packed ? chunks<Rule, kRoot, From::kBuffer, true>(task, narrow, injects)
-                      : chunks<Rule, kRoot, From::kBuffer, false>(task, narrow, injects);
-}
-
-template <class Rule>
-RuleFunction chunks(const MlTask& task, const Passage& how, bool narrow, bool injects) {
-    return task.second.kind == ML_FACTORED ? chunks<Rule, Root::kFactored>(task, how, narrow, injects)
-                                           : chunks<Rule, Root::kCoarse>(task, how, narrow, injects);
-}
-
-// Vectors of four elements go through `advance_any`, always.
-inline Passage passage(const MlTask& t, const Scalars& c, const Span& span, bool narrow, bool in_place, bool injects) {
-    Passage how;
-    const bool in_weight_units = t.rule == ML_ADAM_WEIGHT_UNITS, in_update_units = t.rule == ML_ADAM_UPDATE_UNITS;
-    const bool usual = span.has_whole_chunks() && is_scaled(t.first) && !t.maximize && !t.has_l2 && c.has_eps_square &&
-                       (t.second.kind == ML_LOG || t.second.kind == ML_FACTORED) &&
-                       (in_weight_units ? t.step_size == 1.0f : in_update_units || t.rule == ML_ADAM) &&
-                       (injects ? in_weight_units && !in_place : !t.pays_back || t.payback == 0.0f) &&
-                       !(in_place && narrow);
-    if (!usual || kLanes < 8) return how;
-    how.packed = is_packed(t.first, span) && (t.second.kind == ML_FACTORED || is_packed(t.second, span));
-    const bool reads_weight = how.packed && in_weight_units;
-    how.weight = in_place                                        ? From::kPlace
-                 : reads_weight && is_packed(t.weight, span) ? From::kTable
-                 : reads_weight && is_bytes(t.weight, span)  ? From::kBytes
-                                                             : From::kBuffer;
-    if constexpr (kLanes >= 8)
-        how.function = in_weight_units   ? chunks<AdamWeightUnits>(t, how, narrow, injects)
-                       : in_update_units ? chunks<AdamUpdateUnits>(t, how, narrow, injects)
-                                         : chunks<Adam>(t, how, narrow, injects);
-    return how;
 }
 
 }  // namespace MASTERLESS_ISA

@@ -1,7 +1,8 @@
 // Whole chunks of the formats that presets are made of, encoded and packed in registers: to the same bytes as `codec.h`.
 //
-// Contract: a chunk has one scale (or one block's metadata); codes are signed integers of 2, 4, 6 or 8 bits, INT4 with four
-// hidden bits, FP8, or logarithmic of 2, 4 or 8 bits. All else is `codec.h`'s.
+// Contract: a chunk has one scale (or one block's metadata; INT4 with hidden bits: or one for every kGroup elements); codes
+// are signed integers of 2, 4, 6 or 8 bits, INT4 with four hidden bits, FP8, or logarithmic of 2, 4 or 8 bits. All else is
+// `codec.h`'s.
 #pragma once
 
 #include <type_traits>
@@ -15,6 +16,7 @@ namespace masterless {
 inline namespace MASTERLESS_ISA {
 
 constexpr int kVectors = kChunk / kLanes;  // of a chunk
+constexpr int kGroup = 32;                 // elements that share a scale in the INT4 of served checkpoints
 
 // Bits `kLow` to `kLow + P` of a chunk's codes as a plane (`packing.h`). Above those a code may have others, unless kTop:
 // then there is nothing that a byte would hold.
@@ -46,22 +48,27 @@ inline void pack_chunk_codes(const vi* codes, uint8_t* data, uint8_t* hidden) {
     }
 }
 
-// One scaled chunk. What rounding loses is injected into the moment, of which `peak` then has the largest magnitudes.
-template <class Grid, int kBits, int kHidden, bool kStochastic, bool kInjects, bool kClamps>
-inline void encode_scaled_chunk(const Grid& grid, const Divisor& quotient, float limit, float unit, const float* x,
+// One scaled chunk of kScales blocks. What rounding loses is injected into the moment, of which `peak` then has the largest
+// magnitudes.
+template <class Grid, int kBits, int kHidden, int kScales, bool kStochastic, bool kInjects, bool kClamps>
+inline void encode_scaled_chunk(const Grid& grid, const Metadata* blocks, float limit, const float* x,
                                 const ChunkDraw& random, float* moment, vf share, vf& peak, uint8_t* data,
                                 uint8_t* hidden) {
     const vf high = splat(limit), low = -high;
+    Divisor quotients[kScales];  // by values that no store below can change
+    for (int k = 0; k < kScales; ++k)
+        quotients[k] = Divisor(blocks[k].scale * (1.0f / (float)(1 << kHidden)), blocks[k].inverse);
     vi codes[kVectors];
     vf largest = peak;
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) {
+        const Divisor& quotient = quotients[i * kScales / kVectors];
         const vf number = load<vf>(x + i * kLanes);
         vf t = quotient(number);
         if (kClamps) t = min(max(t, low), high);
         const vf level = grid.template encode<kStochastic>(t, kStochastic ? random.threshold(i * kLanes) : vf{}, codes[i]);
         if (kInjects) {
-            const vf sum = load<vf>(moment + i * kLanes) + (number - level * unit) * share;
+            const vf sum = load<vf>(moment + i * kLanes) + (number - level * quotient.divisor) * share;
             store(moment + i * kLanes, sum);
             largest = larger_magnitude(largest, sum);
         }
@@ -80,44 +87,45 @@ struct Chunks {  // of a span
     uint8_t *data, *hidden;
 };
 
-template <class Grid, int kBits, int kHidden, bool kStochastic, bool kInjects>
+template <class Grid, int kBits, int kHidden, int kScales, bool kStochastic, bool kInjects>
 inline void encode_scaled_chunks(const Grid& grid, const Chunks& c) {
-    const int per_block = c.s.block == kChunk ? 1 : c.span.length / kChunk;
+    const int per_block = c.s.block <= kChunk ? 1 : c.span.length / kChunk;
     uint8_t *data = c.data, *hidden = c.hidden;
-    for (int chunk = 0, left = per_block, block = 0; chunk < c.span.n / kChunk; ++chunk) {
-        const Metadata& m = c.blocks[block];
-        const Divisor quotient(m.scale, c.s.hidden);
+    const Metadata* blocks = c.blocks;
+    for (int chunk = 0, left = per_block; chunk < c.span.n / kChunk; ++chunk) {
         const int e = chunk * kChunk;
         const ChunkDraw random = kStochastic ? c.draw.at(c.span.chunk + (uint64_t)chunk, e) : ChunkDraw{};
-        const float unit = m.scale * (1.0f / (float)(1 << kHidden));
         vf unused{};
         vf& peak = kInjects && c.inject.peaks ? c.inject.peaks[chunk] : unused;
         float* const moment = kInjects ? c.inject.moment + e : nullptr;
         const auto encode = [&](auto clamps) {
-            encode_scaled_chunk<Grid, kBits, kHidden, kStochastic, kInjects, decltype(clamps)::value>(
-                grid, quotient, c.s.limit, unit, c.x + e, random, moment, c.inject.share, peak, data, hidden);
+            encode_scaled_chunk<Grid, kBits, kHidden, kScales, kStochastic, kInjects, decltype(clamps)::value>(
+                grid, blocks, c.s.limit, c.x + e, random, moment, c.inject.share, peak, data, hidden);
         };
-        m.fits ? encode(std::false_type{}) : encode(std::true_type{});
+        bool fits = true;
+        for (int k = 0; k < kScales; ++k) fits &= blocks[k].fits;
+        fits ? encode(std::false_type{}) : encode(std::true_type{});
         data += packed_offset(kChunk, kBits - kHidden), hidden += packed_offset(kChunk, kHidden);
-        if (--left == 0) ++block, left = per_block;
+        if (--left == 0) blocks += kScales, left = per_block;
     }
 }
 
-template <class Grid, int kBits, int kHidden>
+template <class Grid, int kBits, int kHidden, int kScales = 1>
 inline bool encode_scaled_chunks(const Grid& grid, const Chunks& c) {
     if (c.draw)
-        c.inject ? encode_scaled_chunks<Grid, kBits, kHidden, true, true>(grid, c)
-                 : encode_scaled_chunks<Grid, kBits, kHidden, true, false>(grid, c);
+        c.inject ? encode_scaled_chunks<Grid, kBits, kHidden, kScales, true, true>(grid, c)
+                 : encode_scaled_chunks<Grid, kBits, kHidden, kScales, true, false>(grid, c);
     else
-        c.inject ? encode_scaled_chunks<Grid, kBits, kHidden, false, true>(grid, c)
-                 : encode_scaled_chunks<Grid, kBits, kHidden, false, false>(grid, c);
+        c.inject ? encode_scaled_chunks<Grid, kBits, kHidden, kScales, false, true>(grid, c)
+                 : encode_scaled_chunks<Grid, kBits, kHidden, kScales, false, false>(grid, c);
     return true;
 }
 
 inline bool encode_scaled_chunks(const Chunks& c) {
     const MlStorage& s = c.s;
     if (!s.is_signed || s.adjacent || s.values || !c.span.has_whole_chunks()) return false;
-    if (s.block != kChunk && s.block != c.span.length) return false;
+    const bool in_groups = s.block == kGroup && s.bits == 4 && s.hidden == 4;
+    if (s.block != kChunk && s.block != c.span.length && !in_groups) return false;
     const int64_t blocks = c.span.n / s.block;
     for (int64_t k = 0; k < blocks; ++k)
         if (!Divisor::suits(c.blocks[k].scale)) return false;
@@ -130,29 +138,58 @@ inline bool encode_scaled_chunks(const Chunks& c) {
         case 40: return encode_scaled_chunks<LinearGrid<true>, 4, 0>(grid, c);
         case 60: return encode_scaled_chunks<LinearGrid<true>, 6, 0>(grid, c);
         case 80: return encode_scaled_chunks<LinearGrid<true>, 8, 0>(grid, c);
-        case 44: return encode_scaled_chunks<LinearGrid<true>, 8, 4>(grid, c);
+        case 44:
+            return in_groups ? encode_scaled_chunks<LinearGrid<true>, 8, 4, kChunk / kGroup>(grid, c)
+                             : encode_scaled_chunks<LinearGrid<true>, 8, 4>(grid, c);
         default: return false;
     }
 }
 
-// Logarithmic codes, rounded stochastically as a rule uses them.
+// Logarithmic codes of one chunk, rounded stochastically as a rule uses them. Plain chunks go apart: masks that only
+// sometimes count cost more than all the arithmetic.
+template <class Grid, int kBits, bool kPlain>
+inline void encode_log_chunk(const Grid& grid, const float* x, const ChunkDraw& random, uint8_t* data) {
+    vi codes[kVectors];
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) {
+        const vf number = load<vf>(x + i * kLanes), threshold = random.threshold(i * kLanes);
+        if constexpr (kPlain)
+            codes[i] = grid.template encode<ML_STOCHASTIC, true>(number, threshold);
+        else
+            codes[i] = grid.with_zeros(number, grid.template encode<ML_STOCHASTIC>(number, threshold));
+    }
+    pack_vectors<kBits, 0, true>(codes, data);
+}
+
+template <int kBits>
+inline void encode_plain_chunk(const LogGrid& grid, const float* x, const ChunkDraw& random, uint8_t* data) {
+    encode_log_chunk<LogGrid, kBits, true>(grid, x, random, data);
+}
+
+template <int>
+inline void encode_plain_chunk(const TwoBitLogGrid& grid, const float* x, const ChunkDraw& random, uint8_t* data) {
+    constexpr int kHeight = FullPlane<2>::kHeight, kPerByte = FullPlane<2>::kPerByte;
+#pragma GCC unroll 4
+    for (int i = 0; i < kHeight; i += kLanes) {
+        vi bytes{};
+#pragma GCC unroll 4
+        for (int j = 0; j < kPerByte; ++j) {
+            const int e = j * kHeight + i;
+            bytes = grid.add_plain(load<vf>(x + e), random.threshold(e), 1 << (2 * j), bytes);
+        }
+        store_bytes(data + i, bytes);
+    }
+}
+
 template <class Grid, int kBits>
 inline bool encode_log_chunks(const Chunks& c) {
     uint8_t* data = c.data;
     for (int chunk = 0; chunk < c.span.n / kChunk; ++chunk, data += 16 * kBits) {
         const Grid grid(c.blocks[chunk].log, kBits);
+        const float* const x = c.x + chunk * kChunk;
         const ChunkDraw random = c.draw.at(c.span.chunk + (uint64_t)chunk, chunk * kChunk);
-        vi codes[kVectors];
-        const auto encode = [&](auto has_zeros) {
-#pragma GCC unroll 8
-            for (int i = 0; i < kVectors; ++i) {
-                const vf number = load<vf>(c.x + chunk * kChunk + i * kLanes);
-                const vi code = grid.template encode<ML_STOCHASTIC>(number, random.threshold(i * kLanes));
-                codes[i] = decltype(has_zeros)::value ? grid.with_zeros(number, code) : code;
-            }
-            pack_vectors<kBits, 0, true>(codes, data);
-        };
-        grid.has_zeros() ? encode(std::true_type{}) : encode(std::false_type{});
+        grid.is_plain() ? encode_plain_chunk<kBits>(grid, x, random, data)
+                        : encode_log_chunk<Grid, kBits, false>(grid, x, random, data);
     }
     return true;
 }

@@ -11,6 +11,7 @@
 
 #include <cstddef>
 
+#include "blocks.h"
 #include "chunks.h"
 
 namespace masterless {
@@ -20,114 +21,6 @@ struct Codes {  // one byte a code; the finer bits of a weight apart
     uint8_t* visible;
     uint8_t* hidden;
     bool is_packed = false;  // `visible` is as stored
-};
-
-inline bool is_scaled(const MlStorage& s) { return s.kind >= ML_LINEAR && s.kind <= ML_LOG; }
-
-inline int64_t metadata_index(const MlStorage& s, const Span& span) {
-    return s.per_tensor ? 0 : span.row * s.blocks_per_row + span.col / s.block;
-}
-
-// --- metadata -----------------------------------------------------------------------------------------------
-
-inline void write_metadata(const MlStorage& s, int64_t row, int64_t index, const Metadata& block) {
-    if (s.kind == ML_LOG)
-        write_log_block(s, index, block.log);
-    else
-        write_scale(s, row, index, block.scale);
-}
-
-// The blocks of a span, as many at a time as a vector has lanes: `look(e, length, k)` sees each, then `finish(first, count)`
-// computes the metadata of `count` blocks from `first` on.
-template <class Look, class Finish>
-inline void for_blocks_together(const Span& span, int64_t block_length, Look&& look, Finish&& finish) {
-    int last = 0;
-    for_each_block(span, block_length, [&](int e, int length, int k) {
-        look(e, length, k % kLanes);
-        last = k;
-        if (k % kLanes == kLanes - 1) finish(k - (kLanes - 1), kLanes);
-    });
-    const int left = (last + 1) % kLanes;
-    if (left) finish(last + 1 - left, left);
-}
-
-// The largest magnitude of a block as its scale needs it, of the chunks' where those are known (whole chunks only).
-inline float block_peak(const MlStorage& s, const float* x, int e, int length, const vf* of_chunks) {
-    if (!of_chunks || length % kChunk || s.negative_factor != 1.0f) return block_peak(s, x + e, length);
-    vf peak{};
-    for (int i = e / kChunk; i < (e + length) / kChunk; ++i) peak = max(peak, of_chunks[i]);
-    return horizontal_max(peak);
-}
-
-// The scales of a span's blocks: those that `choose(peaks, first, count)` makes of their largest magnitudes.
-template <class Choose>
-inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, const vf* of_chunks, Metadata* blocks,
-                         Choose&& choose) {
-    vf peaks{};
-    for_blocks_together(
-        span, s.block, [&](int e, int length, int k) { peaks[k] = block_peak(s, x, e, length, of_chunks); },
-        [&](int first, int count) {
-            const vf scales = choose(peaks, first, count);
-            for (int k = 0; k < count; ++k) blocks[first + k] = scaled_block(s, scales[k], peaks[k]);
-        });
-}
-
-// What is known of the numbers that are about to be stored, chunk by chunk: null if it is not.
-struct Noted {
-    const vf* peaks = nullptr;
-    const LogChunk* statistics = nullptr;
-};
-
-// New metadata for whole blocks.
-inline void fresh_blocks(const MlStorage& s, const Span& span, const float* x, const Noted& noted, Metadata* blocks) {
-    if (s.kind != ML_LOG)
-        return scale_blocks(s, span, x, noted.peaks, blocks, [&](vf peaks, int, int) {
-            return scale_for(s, peaks, scale_unit(s, span.row));
-        });
-    vi tops{}, zeros{}, lows{};
-    for_blocks_together(
-        span, s.block,
-        [&](int e, int length, int k) {
-            const auto look = [&] {
-                LogStatistics statistics(length);
-                statistics.add(x + e, length);
-                return statistics.summary(s.low_rank);
-            };
-            const LogSummary block = noted.statistics && length == kChunk ? noted.statistics[e / kChunk].summary(s.low_rank) : look();
-            tops[k] = block.top, zeros[k] = block.zeros, lows[k] = block.low;
-        },
-        [&](int first, int count) {
-            const LogBlocks fresh(s, tops, lows, zeros);
-            for (int k = 0; k < count; ++k) blocks[first + k].log = fresh[k];
-        });
-}
-
-// The same for a block that is longer than a span, gathered piece by piece.
-class Summary {
-  public:
-    Summary(const MlStorage& s, int64_t block_length) : storage_(s), log_(block_length) {}
-
-    void add(const float* x, int n) {
-        if (storage_.kind == ML_LOG) return log_.add(x, n);
-        const float piece = block_peak(storage_, x, n);
-        absmax_ = piece > absmax_ ? piece : absmax_;
-    }
-
-    float largest() const { return absmax_; }
-
-    Metadata fresh() const {
-        // Blocks that long have no tensor scale: their unit is one.
-        if (storage_.kind != ML_LOG) return scaled_block(storage_, scale_for(storage_, splat(absmax_), 1.0f)[0], absmax_);
-        Metadata block;
-        const LogSummary log = log_.summary(storage_.low_rank);
-        block.log = LogBlocks(storage_, splat(log.top), splat(log.low), splat(log.zeros))[0];
-        return block;
-    }
-
-  private:
-    const MlStorage& storage_;
-    float absmax_ = 0.0f;
-    LogStatistics log_;
 };
 
 // --- plain floats -------------------------------------------------------------------------------------------
@@ -233,7 +126,7 @@ inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span
         const float* numerators = x + e;
         Divisor quotient;
         if (Divisor::suits(scale)) {
-            quotient = Divisor(scale, hidden);
+            quotient = Divisor(unit, blocks[block].inverse);
         } else {
             divide(x + e, length, scale, hidden, quotients);
             numerators = quotients;

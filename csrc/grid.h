@@ -47,6 +47,9 @@ class LinearGrid {
 };
 
 // Sign, E exponent bits, M mantissa bits, subnormals: code = the magnitude's rank, plus the sign bit above it.
+//
+// Within a binade (the subnormals share the lowest one) levels are a gap apart, so a number in units of that gap is rounded
+// to an integer, as on a narrow linear grid.
 template <int E, int M, bool kSigned>
 class MinifloatGrid {
   public:
@@ -54,45 +57,30 @@ class MinifloatGrid {
 
     template <bool kStochastic>
     vf encode(vf t, vf threshold, vi& code) const {
-        const vf a = magnitude(t);
-        // Of the binade of `a` (the subnormals share the lowest one): its first code, and the gap of its levels.
-        const vi exponent = max(bits(a) & 0x7F800000, splat(kLowestExponent << 23));
-        const vf gap = from_bits(exponent - (M << 23));
-        const vi first_code = (exponent - (kLowestExponent << 23)) >> (23 - M);
-        // Adding this number rounds `a` to a whole number of gaps, which then stands in the lowest mantissa bits.
-        const vf round = from_bits((exponent + ((23 - M) << 23)) | 0x400000);
-        const vf shifted = a + round;
-        vi gaps = bits(shifted) - bits(round);
-        vf level = shifted - round;
-        if (kStochastic) {
-            const vi above = level > a;
-            level = select(above, level - gap, level);
-            gaps += above;
-            // Upwards is away from zero for positive and towards it for negative numbers.
-            const vi negative = kSigned ? (bits(t) < 0) : vi{};
-            const vf distance = select(negative, (level + gap) - a, a - level);
-            const vi away = (distance > threshold * (gap * kThresholdUnit)) ^ negative;
-            level = select(away, level + gap, level);
-            gaps -= away;
-        }
-        code = first_code + gaps;
+        const vi exponent = max(bits(t) & 0x7F800000, splat(kLowestExponent << 23));
+        const vf gap = from_bits(exponent - (M << 23)), per_gap = from_bits((vi)(((254u + M) << 23) - (vu)exponent));
+        const vf in_gaps = t * per_gap, shift = splat(kShift);
+        const vf shifted = kStochastic ? shifted_ceil(multiply_add(threshold, splat(-kThresholdUnit), in_gaps), shift)
+                                       : in_gaps + shift;
+        const vi gaps = bits(shifted) - bits(shift), first_code = (exponent >> (23 - M)) - (kLowestExponent << M);
+        code = first_code + select(gaps < 0, -gaps, gaps);
+        const vf level = (shifted - shift) * gap;
         if (!kSigned) return level;
-        const vi sign = bits(t) & (int32_t)0x80000000;
-        code = select(code > 0, code | ((vi)((vu)sign >> (31 - (E + M)))), code);
-        return from_bits(bits(level) | sign);
+        code |= gaps & (1 << (E + M));  // set in small negative numbers, and not in zero
+        return from_bits(bits(level) | (bits(t) & (int32_t)0x80000000));
     }
 
     vf level(vi code) const {
         const vi rank = code & ((1 << (E + M)) - 1);
-        const vi binade = max(rank >> M, splat(1)) - 1;
-        const vf gap = from_bits((binade + (kLowestExponent - M)) << 23);
-        const vf a = to_float(rank - (binade << M)) * gap;
+        const vf normal = from_bits((rank << (23 - M)) + ((kLowestExponent - 1) << 23));
+        const vf a = select(rank < (1 << M), to_float(rank) * kSmallest, normal);
         return kSigned ? from_bits(bits(a) | ((code >> (E + M)) << 31)) : a;
     }
 
   private:
     static constexpr int kBias = (1 << (E - 1)) - 1;
     static constexpr int kLowestExponent = 127 + 1 - kBias;  // of the smallest normal number, biased as in fp32
+    static constexpr float kSmallest = 1.0f / (float)(1 << (kBias + M - 1));  // subnormal
 };
 
 // Any rising table of at most 256 levels.

@@ -134,16 +134,17 @@ void square_sums(MlTask& t, double peak, int64_t count, double* row_sums, double
     {
         const FloatEnvironment environment;
         Workspace work;
-        std::vector<double> columns((size_t)(t.cols + kLanes), 0.0);  // exact sums: their order does not show
+        std::vector<uint64_t> columns((size_t)(t.cols + kLanes), 0);  // exact sums: their order does not show
+        int64_t rows = 0;
 #pragma omp for schedule(static)
         for (int64_t item = 0; item < x.row_items(); ++item)
             x.for_each_span(item, work, [&](Pipeline& p, const Span& s) {
                 const float* const g = load_squarable(t, p, work, s);
-                const double sum = add_squares(s.n, unit, columns.data() + s.col, [=](int e) { return load<vf>(g + e); });
-                row_sums[s.row] = (s.col == 0 ? 0.0 : row_sums[s.row]) + sum;
+                if (s.col == 0) row_sums[s.row] = 0.0, ++rows;
+                add_squares<1>(s.n, unit, columns.data() + s.col, row_sums + s.row, [=](int, int e) { return load<vf>(g + e); });
             });
 #pragma omp critical
-        for (int64_t e = 0; e < t.cols; ++e) col_sums[e] += columns[(size_t)e];
+        for (int64_t e = 0; e < t.cols; ++e) col_sums[e] += sum_of_wholes(columns[(size_t)e], rows);
     }
 }
 

@@ -23,16 +23,17 @@ constexpr uint32_t kNone = 0xFFFFFFFFu;  // minima are kept as bits - 1, so that
 // probability r (linear - square r) kThresholdUnit, which is s (1 + c - c s) in s = r / step; c is about tanh(ln(ratio)/8).
 struct LogCurve {
     float linear = 0.0f, square = 0.0f;
+    float inverse = 0.0f;  // of the step in float bits
 };
 
 // Those of a vector of blocks: two divisions for all of them.
 struct LogCurves {
-    vf linear, square;
+    vf linear, square, inverse;
 
     explicit LogCurves(vi units) {
         const vf x = to_float(units) * 0x1.62e43p-14f, x2 = x * x;  // ln(2) / 8 over the units of an octave
         const vf c = min(x * (x2 + 27.0f) / (x2 * 9.0f + 27.0f), splat(1.0f));
-        const vf inverse = 1.0f / (to_float(units) * (float)(1 << kStepUnit));
+        inverse = 1.0f / (to_float(units) * (float)(1 << kStepUnit));
         linear = (c + 1.0f) * inverse * (1.0f / kThresholdUnit);
         square = c * inverse * inverse * (1.0f / kThresholdUnit);
     }
@@ -158,73 +159,13 @@ class LogStatistics {
     uint32_t minima_[kLogLanes];
 };
 
-// The summary of a block that is one whole chunk, gathered vector by vector.
-class LogChunk {
-  public:
-    LogChunk() : lowest_(splat(kNone)) {
-        for (vu& m : minima_) m = lowest_;
-    }
-
-    void add(vi b, int o) {
-        top_ = max(top_, b);
-        vu& minimum = minima_[o / kLanes % kVectors];
-        minimum = min(minimum, (vu)b - 1u);
-        lowest_ = min(lowest_, (vu)b);
-    }
-
-    vi top() const { return top_; }
-
-    LogSummary summary(int rank) const {
-        // A number that overflowed was stored as the largest one.
-        const int32_t top = horizontal_max(top_), largest = 0x7F7FFFFF;
-        return {top < largest ? top : largest, low(rank), all(lowest_ != 0u) ? 0 : -1};
-    }
-
-  private:
-    int32_t low(int rank) const {
-        vu smallest = minima_[0], second = splat(kNone);  // of the lanes that have met
-        if (kVectors == 2) second = max(minima_[0], minima_[1]), smallest = min(minima_[0], minima_[1]);
-        if (kLanes > kLogLanes) smallest = min(smallest, partners<kLogLanes>(smallest));  // the same lanes
-        if (rank == kLogLanes - 1) {
-            vu largest = smallest + 1u;
-            if (kVectors == 2) largest = max(largest, second + 1u);
-            return (int32_t)horizontal_max((vi)largest);
-        }
-        const bool all_found = all(smallest != kNone) && (kVectors == 1 || all(second != kNone));
-        if (rank > 1 || !all_found) {
-            uint32_t minima[2 * kLanes];
-            std::memcpy(minima, &smallest, sizeof smallest);
-            std::memcpy(minima + kLanes, &second, sizeof second);
-            return lowest_level(minima, rank);
-        }
-        meet<4>(smallest, second);
-        meet<2>(smallest, second);
-        meet<1>(smallest, second);
-        return (int32_t)((rank ? second[0] : smallest[0]) + 1u);
-    }
-
-    // The two smallest of each lane's and its partner's two smallest.
-    template <int kDistance>
-    static void meet(vu& smallest, vu& second) {
-        if (kDistance >= kLanes) return;  // those met when there were two vectors
-        const vu other = partners<kDistance>(smallest), other_second = partners<kDistance>(second);
-        second = min(max(smallest, other), min(second, other_second));
-        smallest = min(smallest, other);
-    }
-
-    static constexpr int kVectors = kLanes < kLogLanes ? kLogLanes / kLanes : 1;
-
-    vi top_{};
-    vu lowest_, minima_[kVectors];
-};
-
 // The metadata of a vector of blocks from the float bits of their maxima and lowest levels; `zeros` is -1 where there are
 // some, here and in the result.
 struct LogBlocks {
     vi top, step, zeros;
-    vf linear, square;
+    LogCurves curves;
 
-    LogBlocks(const MlStorage& s, vi largest, vi low, vi has_zeros) {
+    LogBlocks(const MlStorage& s, vi largest, vi low, vi has_zeros) : curves(vi{}) {
         top = min((largest + 0xFFFF) & ~0xFFFF, splat((int32_t)kBf16Max));
         zeros = has_zeros & (top > 0);
         const vi range = (max(top - low, vi{}) + ((1 << kStepUnit) - 1)) >> kStepUnit;
@@ -232,11 +173,12 @@ struct LogBlocks {
         const vi intervals = (1 << s.bits) - 1 + zeros;
         const vi quotient = to_int((to_float(range + intervals - 1) + 0.5f) / to_float(intervals));
         step = min(max(quotient, splat(1)), splat(0x7FFF));
-        const LogCurves curves(step);
-        linear = curves.linear, square = curves.square;
+        curves = LogCurves(step);
     }
 
-    LogBlock operator[](int k) const { return {top[k], step[k], zeros[k] != 0, {linear[k], square[k]}}; }
+    LogBlock operator[](int k) const {
+        return {top[k], step[k], zeros[k] != 0, {curves.linear[k], curves.square[k], curves.inverse[k]}};
+    }
 };
 
 // What the codes of a block stand for, by code modulo 2^bits.
@@ -250,11 +192,12 @@ inline vf log_levels(const LogBlock& block, int bits) {
 // Codes of positive numbers in a block; `with_zeros` then turns them into those of a block that has zeros.
 class LogCodes {
   public:
-    LogCodes(const LogBlock& block, int bits)
-        : has_zeros_(block.zero_flag || block.top == 0), last_((1 << bits) - 1 - block.zero_flag),
+    LogCodes(const LogBlock& block, int bits, bool is_extreme)
+        : has_zeros_(block.zero_flag || block.top == 0), is_extreme_(is_extreme), last_((1 << bits) - 1 - block.zero_flag),
           zero_code_(block.zero_flag ? (1 << bits) - 1 : 0) {}
 
-    bool has_zeros() const { return has_zeros_; }
+    // Neither zeros, nor levels where floats end.
+    bool is_plain() const { return !has_zeros_ && !is_extreme_; }
 
     vi with_zeros(vf x, vi code) const {
         if (!has_zeros_) return code;
@@ -263,25 +206,26 @@ class LogCodes {
 
   protected:
     bool has_zeros_;
+    bool is_extreme_;  // some code's level would not be positive, or a number may exceed the top
     int32_t last_, zero_code_;
 };
 
 class LogGrid : public LogCodes {
   public:
     LogGrid(const LogBlock& block, int bits)
-        : LogCodes(block, bits),
+        : LogCodes(block, bits, (block.top >> kStepUnit) <= (block.step << bits) || block.top == (int32_t)kBf16Max),
           top_(splat(block.top)),
           floor_(splat((int32_t)(block.top > 0))),
           step_(splat(block.step << kStepUnit)),
           units_(splat((uint32_t)block.step)),
-          reciprocal_(splat(1.0f / (float)block.step)),
-          curve_(block.curve),
-          is_extreme_((block.top >> kStepUnit) <= (block.step << bits) || block.top == (int32_t)kBf16Max) {}
+          reciprocal_(splat(block.curve.inverse * (float)(1 << kStepUnit))),
+          curve_(block.curve) {}
 
-    template <int kRounding>
+    template <int kRounding, bool kPlain = false>
     vi encode(vf x, vf threshold) const {
+        const bool is_extreme = !kPlain && is_extreme_;
         vi depth = top_ - bits(x);
-        if (is_extreme_) depth = max(depth, vi{});
+        if (is_extreme) depth = max(depth, vi{});
         vi code;
         if (kRounding == ML_NEAREST) {
             code = steps_in((vu)depth + (units_ << (kStepUnit - 1)));
@@ -291,12 +235,12 @@ class LogGrid : public LogCodes {
             code = steps_in((vu)depth);
             const vf rest = to_float(depth - (vi)((vu)code * (vu)step_));
             vi down = rest * (curve_.linear - curve_.square * rest) > threshold;
-            if (is_extreme_) down |= bits(x) == 1;  // where levels end at the smallest float, that is one of them
+            if (is_extreme) down |= bits(x) == 1;  // where levels end at the smallest float, that is one of them
             code = select(down, code + 1, code);
         } else {
             code = steps_in((vu)depth);
             vi upper_bits = below_top(code), lower_bits = upper_bits - step_;
-            if (is_extreme_) upper_bits = max(upper_bits, floor_), lower_bits = max(lower_bits, floor_);
+            if (is_extreme) upper_bits = max(upper_bits, floor_), lower_bits = max(lower_bits, floor_);
             const vf upper = from_bits(upper_bits), lower = from_bits(lower_bits);
             code = select(x - lower <= threshold * kThresholdUnit * (upper - lower), code + 1, code);
         }
@@ -323,16 +267,15 @@ class LogGrid : public LogCodes {
     vu units_;
     vf reciprocal_;
     LogCurve curve_;
-    bool is_extreme_;  // some code's level would not be positive, or a number may exceed the top
 };
 
 // The same for two-bit codes, where two comparisons find the interval: same result, fewer operations.
 class TwoBitLogGrid : public LogCodes {
   public:
     TwoBitLogGrid(const LogBlock& block, int bits)
-        : LogCodes(block, bits), step_(splat(block.step << kStepUnit)), second_(block.top - step_),
-          third_(second_ - step_), uppers_(from_bits(block.top - (lane_numbers() & 3) * step_)), curve_(block.curve),
-          is_extreme_(third_[0] <= block.step << kStepUnit) {}
+        : LogCodes(block, bits, block.top <= 3 * (block.step << kStepUnit)), top_(splat(block.top)),
+          step_(splat(block.step << kStepUnit)), second_(block.top - step_), third_(second_ - step_),
+          uppers_(from_bits(block.top - (lane_numbers() & 3) * step_)), curve_(block.curve) {}
 
     template <int kRounding>
     vi encode(vf x, vf threshold) const {
@@ -345,11 +288,23 @@ class TwoBitLogGrid : public LogCodes {
         return select(down, interval + 1, interval);
     }
 
+    // The same of a plain block: the codes, times `unit`, are added to `sum`. No code is ever in a register of its own.
+    vi add_plain(vf x, vf threshold, int32_t unit, vi sum) const {
+        const vi second = bits(x) <= second_, third = bits(x) <= third_;
+        vi depth = top_ - bits(x);
+        depth = select(second, depth - step_, depth);
+        depth = select(third, depth - step_, depth);
+        const vf rest = to_float(min(depth, step_));
+        const vi down = rest * (curve_.linear - curve_.square * rest) > threshold;
+        sum = select(second, sum + unit, sum);
+        sum = select(third, sum + unit, sum);
+        return select(down, sum + unit, sum);
+    }
+
   private:
-    vi step_, second_, third_;  // float bits: of a step, and of the uppermost numbers of the second and third interval
-    vf uppers_;                 // of the intervals
+    vi top_, step_, second_, third_;  // float bits; of the uppermost numbers of the second and third interval
+    vf uppers_;                       // of the intervals
     LogCurve curve_;
-    bool is_extreme_;  // the lowest level may be the smallest float
 };
 
 }  // namespace MASTERLESS_ISA

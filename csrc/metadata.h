@@ -8,6 +8,7 @@ inline namespace MASTERLESS_ISA {
 
 struct Metadata {  // of one block
     float scale = 0.0f;
+    float inverse = 0.0f;  // 1 / scale, on the finest grid
     bool fits = false;  // it is known that no number of the block lies beyond the outermost levels
     LogBlock log;
 };
@@ -16,6 +17,7 @@ struct Metadata {  // of one block
 inline Metadata scaled_block(const MlStorage& s, float scale, float absmax) {
     Metadata block;
     block.scale = scale;
+    block.inverse = 1.0f / (scale * (1.0f / (float)(1 << s.hidden)));
     block.fits = absmax <= scale * s.max_level;
     return block;
 }

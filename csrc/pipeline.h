@@ -8,9 +8,10 @@
 //   * Working memory is `Workspace`, one a thread, whatever the size of the parameter.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
-#include "advance.h"
+#include "passage.h"
 #include "workspace.h"
 
 namespace masterless {
@@ -42,7 +43,7 @@ class Pipeline {
     static int64_t rows_together(const MlTask& t) {
         const bool by_row = t.weight.tensor_scale || t.first.tensor_scale || t.second.tensor_scale;  // other units
         const bool one_scale = is_scaled(t.weight) && t.weight.per_tensor;
-        return t.cols > 0 && 2 * pitch(t) <= kSpan && !one_scale && !by_row ? kSpan / pitch(t) : 1;
+        return t.cols > 0 && 2 * pitch(t) <= kRowsSpan && !one_scale && !by_row ? kRowsSpan / pitch(t) : 1;
     }
 
     static int64_t pitch(const MlTask& t) { return (t.cols + kLanes - 1) / kLanes * kLanes; }
@@ -150,7 +151,7 @@ class Pipeline {
         const Tile tile{g_, narrow_g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr, draws ? b_.words : nullptr,
                         b_.weight_peaks, b_.first_peaks, b_.second_statistics,
                         after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, at_a_time), after(s, t_.weight, at_a_time),
-                        after(s, t_.first, kChunk), after(s, t_.second, kChunk), &c_};
+                        after(s, t_.first, kChunk), after(s, t_.second, kChunk), &c_, &weight_levels_, &first_levels_};
         const bool finite = rule(t_, s, tile);
         for (float* buffer : {b_.w, b_.m, b_.v}) clear_rest(s, buffer);
         return finite;
@@ -177,7 +178,7 @@ class Pipeline {
     }
 
     static Workspace& arranged(Workspace& work, const MlTask& task) {
-        work.arrange(unit_length(task));
+        work.arrange(std::max(unit_length(task), rows_together(task) * pitch(task)));
         return work;
     }
 
@@ -273,8 +274,7 @@ class Pipeline {
         if (!is_scaled(weight)) return nullptr;
         const int64_t first = metadata_index(weight, s);
         scale_blocks(weight, s, b_.w, noted_weight_.peaks, b_.blocks, [&](vf peaks, int at, int count) {
-            vf held{};
-            for (int k = 0; k < count; ++k) held[k] = read_scale(weight, s.row, first + at + k);
+            const vf held = read_scales(weight, s.row, first + at, count);
             return next_scale(weight, t_.scale_policy, peaks, held, scale_unit(weight, s.row));
         });
         return b_.blocks;
@@ -317,7 +317,8 @@ class Pipeline {
             });
             if (bad) return bad;
             const float held = read_scale(t_.weight, row, row * t_.weight.blocks_per_row);
-            weight.scale = next_scale(t_.weight, t_.scale_policy, summary.largest(), held, 1.0f);
+            const float peak = summary.largest();
+            weight = scaled_block(t_.weight, next_scale(t_.weight, t_.scale_policy, peak, held, 1.0f), peak);
             known.weight = &weight;
         }
         if (is_long(t_.first) || is_long(t_.second)) {
@@ -353,6 +354,7 @@ class Pipeline {
     MlTask& t_;
     Workspace& b_;
     const Scalars c_;
+    const vf weight_levels_ = code_levels(t_.weight), first_levels_ = code_levels(t_.first);
     Passage passage_;
     int passage_kind_ = -1;
     const float* g_ = nullptr;  // the loaded gradient and the target: in the workspace, or where they are stored

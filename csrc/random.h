@@ -26,13 +26,20 @@ class ChunkRandom {
   public:
     explicit ChunkRandom(uint64_t word_of_weight) : counter_((uint32_t)word_of_weight + (vu)lane_numbers() * kWeyl) {}
 
+    // Those of the elements that are `later` than the next ones.
+    vu at(int later) const { return mixed(counter_ + (uint32_t)later * kWeyl); }
+
+    void advance() { counter_ += kLanes * kWeyl; }
+
     vu next() {
-        const vu x = counter_;
-        counter_ += kLanes * kWeyl;
-        return (((x ^ (x >> 12)) * kMultiplier) & 0xFFFF0000u) | 0x8000u;
+        const vu word = at(0);
+        advance();
+        return word;
     }
 
   private:
+    static vu mixed(vu x) { return (((x ^ (x >> 12)) * kMultiplier) & 0xFFFF0000u) | 0x8000u; }
+
     vu counter_;
 };
 

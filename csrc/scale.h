@@ -26,6 +26,15 @@ inline float read_scale(const MlStorage& s, int64_t row, int64_t index) {
     return (code < 8 ? (float)code * kE4m3Step : from_bits((code + kE4m3Shift) << 20)) * scale_unit(s, row);
 }
 
+// As many as `count`, one a lane.
+inline vf read_scales(const MlStorage& s, int64_t row, int64_t index, int count) {
+    if (s.scale_kind != ML_SCALE_FP32 && s.scale_kind < ML_SCALE_E8M0)
+        return from_bits(load_some_halves((const uint16_t*)s.scale + index, count) << 16);
+    vf scales{};
+    for (int k = 0; k < count; ++k) scales[k] = read_scale(s, row, index + k);
+    return scales;
+}
+
 inline void write_scale(const MlStorage& s, int64_t row, int64_t index, float scale) {
     if (s.scale_kind == ML_SCALE_FP32) {
         ((float*)s.scale)[index] = scale;
@@ -106,11 +115,7 @@ struct Divisor {
     vf divisor = splat(1.0f), reciprocal = splat(1.0f);
 
     Divisor() = default;  // divides by one
-    Divisor(float scale, int shift) {
-        const float fine = scale / (float)(1 << shift);
-        divisor = splat(fine);
-        reciprocal = splat(1.0f / fine);
-    }
+    Divisor(float fine_scale, float inverse) : divisor(splat(fine_scale)), reciprocal(splat(inverse)) {}  // its inverse
 
     static bool suits(float scale) {
         const uint32_t b = bits(scale);

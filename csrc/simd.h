@@ -30,6 +30,8 @@ typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t vb __attribute__((vector_size(kLanes)));
+typedef double vd __attribute__((vector_size(4 * kLanes)));    // half as many
+typedef uint64_t vw __attribute__((vector_size(4 * kLanes)));  // likewise
 
 template <class V, class T>
 inline V load(const T* p) {
@@ -65,6 +67,7 @@ inline vf to_float(vu x) { return __builtin_convertvector(x, vf); }  // one inst
 inline vi to_int(vf x) { return __builtin_convertvector(x, vi); }  // truncates
 
 // Bytes and halves in memory are integers in a vector: `store_bytes` and `load_bytes`, `upper_half` and `load_halves`.
+// Half of a vector's floats as doubles: `low_half` and `high_half`.
 
 inline vi lane_numbers() {
     vi v;
@@ -80,12 +83,27 @@ inline vi max(vi a, vi b) { return a > b ? a : b; }
 inline vu min(vu a, vu b) { return a < b ? a : b; }
 inline vu max(vu a, vu b) { return a > b ? a : b; }
 
-// Every lane's partner: the one whose number differs in one bit, kDistance.
-template <int kDistance>
-inline vu partners(vu x) {
-    vu other;
+// Every lane's partner: the one whose number differs in one bit, kDistance. (Clang sees a shuffle in the loop, GCC does not.)
+template <int kDistance, class V>
+inline V partners(V x) {
+#if defined(__clang__)
+    V other;
     for (int i = 0; i < kLanes; ++i) other[i] = x[(i ^ kDistance) % kLanes];
     return other;
+#else
+    return __builtin_shuffle(x, lane_numbers() ^ kDistance);
+#endif
+}
+
+// Lanes of `a`, but where that bit of their number is set those of `b`.
+template <int kDistance, class V>
+inline V alternate(V a, V b) {
+#if defined(__clang__)
+    for (int i = 0; i < kLanes; ++i) a[i] = i & kDistance ? b[i] : a[i];
+    return a;
+#else
+    return (lane_numbers() & kDistance) ? b : a;
+#endif
 }
 
 inline vf magnitude(vf x) { return from_bits(bits(x) & 0x7FFFFFFF); }
@@ -105,6 +123,17 @@ inline V load_some(const uint8_t* p, int n) {
     V v{};
     std::memcpy(&v, p, (size_t)n);
     return v;
+#endif
+}
+
+// The first n of a vector's halves, zeros behind them.
+inline vi load_some_halves(const uint16_t* p, int n) {
+#if defined(__AVX512BW__)
+    return (vi)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((__mmask16)(n < 16 ? (1 << n) - 1 : 0xFFFF), p));
+#else
+    vi halves{};
+    for (int i = 0; i < n; ++i) halves[i] = p[i];
+    return halves;
 #endif
 }
 
@@ -140,6 +169,9 @@ inline vf gather(const float* table, vi index) { return (vf)_mm512_i32gather_ps(
 inline vf lookup(vf table, vi index) { return (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)table); }
 constexpr bool kHasFma = true;
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+inline vd fma(vd a, vd b, vd c) { return (vd)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c); }
+inline vd low_half(vf x) { return (vd)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x)); }
+inline vd high_half(vf x) { return (vd)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)x, 1)); }
 inline float horizontal_max(vf x) { return _mm512_reduce_max_ps((__m512)x); }
 inline int32_t horizontal_max(vi x) { return _mm512_reduce_max_epi32((__m512i)x); }
 inline bool all(vi mask) { return _mm512_movepi32_mask((__m512i)mask) == 0xFFFF; }
@@ -164,6 +196,9 @@ inline vf lookup(vf table, vi index) { return (vf)_mm256_permutevar8x32_ps((__m2
 inline vf gather(const float* table, vi index) { return (vf)_mm256_i32gather_ps(table, (__m256i)index, 4); }
 constexpr bool kHasFma = true;
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+inline vd fma(vd a, vd b, vd c) { return (vd)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c); }
+inline vd low_half(vf x) { return (vd)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)x)); }
+inline vd high_half(vf x) { return (vd)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)x, 1)); }
 inline float horizontal_max(vf x) {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
     m = _mm_max_ps(m, _mm_movehl_ps(m, m));
@@ -184,6 +219,8 @@ inline vf min(vf a, vf b) { return a < b ? a : b; }  // on Arm, too: its own min
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 inline vf larger_magnitude(vf a, vf b) { return max(magnitude(a), magnitude(b)); }
 constexpr int kTableBits = 2;
+inline vd low_half(vf x) { return vd{x[0], x[1]}; }
+inline vd high_half(vf x) { return vd{x[2], x[3]}; }
 inline vf gather(const float* table, vi index) {
     vf v;
     for (int i = 0; i < kLanes; ++i) v[i] = table[index[i]];
@@ -200,6 +237,7 @@ inline vf lookup(vf table, vi index) {  // by bytes: four of each element
 }
 constexpr bool kHasFma = true;
 inline vf fma(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+inline vd fma(vd a, vd b, vd c) { return (vd)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b); }
 inline float horizontal_max(vf x) { return vmaxnmvq_f32((float32x4_t)x); }
 inline int32_t horizontal_max(vi x) { return vmaxvq_s32((int32x4_t)x); }
 inline bool all(vi mask) { return vminvq_u32((uint32x4_t)mask) == 0xFFFFFFFFu; }
@@ -223,7 +261,8 @@ inline vf lookup(vf table, vi index) {
     return v;
 }
 constexpr bool kHasFma = false;
-inline vf fma(vf a, vf, vf) { return a; }  // never called
+template <class V>
+inline V fma(V a, V, V) { return a; }  // never called
 template <class V>
 inline auto horizontal_max(V x) -> decltype(x[0] + 0) {
     auto m = x[0];
@@ -240,6 +279,7 @@ inline bool all(vi mask) {
 
 // a * b + c, rounded once or twice: only where that makes no difference.
 inline vf multiply_add(vf a, vf b, vf c) { return kHasFma ? fma(a, b, c) : a * b + c; }
+inline vd multiply_add(vd a, vd b, vd c) { return kHasFma ? fma(a, b, c) : a * b + c; }
 
 inline vf load_bf16(const uint16_t* p) {
 #if defined(__AVX512F__)

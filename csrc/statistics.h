@@ -2,8 +2,7 @@
 // second moments, Adafactor's step size, and the scale of a weight that has only one.
 //
 // Contract:
-//   * Sums are exact (`storage.exact_sum`): summands are rounded to integers in units of a power of two chosen
-//     from the largest one, and fp64 adds these without error; threads may add in any order.
+//   * Sums are exact (`sums.h`), so that threads may add in any order.
 //   * The work is a list of phases; within a phase items are independent, between phases all threads meet.
 #pragma once
 
@@ -14,6 +13,7 @@
 #include <mutex>
 
 #include "pipeline.h"
+#include "sums.h"
 
 namespace masterless {
 inline namespace MASTERLESS_ISA {
@@ -82,48 +82,6 @@ struct Statistics {
                 f(p, p.span(row, col, task->cols - col < kSpan ? task->cols - col : kSpan));
     }
 };
-
-// --- exact sums ---------------------------------------------------------------------------------------------
-
-struct SumUnit {
-    double unit = 1.0, inverse = 1.0;
-
-    SumUnit() = default;
-    SumUnit(double peak, int64_t count) {
-        int exponent, count_bits = 0;
-        std::frexp(peak, &exponent);
-        while (((count > 1 ? count - 1 : 0) >> count_bits) != 0) ++count_bits;
-        unit = std::ldexp(1.0, exponent - (52 - count_bits));
-        inverse = std::ldexp(1.0, (52 - count_bits) - exponent);
-    }
-
-    // A summand below 2^52 units, rounded to a whole number of them.
-    double whole(double x) const { return (x * inverse + 0x1p52) - 0x1p52; }
-};
-
-// An average of finite numbers is finite; its rounding need not be.
-inline float finite(float average) { return average < kLargest ? average : kLargest; }
-
-inline double square(float x) { return (double)x * (double)x; }
-
-inline double sum_of_squares(const float* x, int n, const SumUnit& unit) {
-    constexpr int kChains = 8;
-    double sums[kChains] = {};
-    int e = 0;
-    for (; e + kChains <= n; e += kChains)
-        for (int i = 0; i < kChains; ++i) sums[i] += unit.whole(square(x[e + i]));
-    for (; e < n; ++e) sums[0] += unit.whole(square(x[e]));
-    for (int i = 1; i < kChains; ++i) sums[0] += sums[i];
-    return sums[0];
-}
-
-// The same of a few numbers at once.
-typedef double Doubles __attribute__((vector_size(8 * kLanes)));
-
-inline Doubles whole_squares(vf x, const SumUnit& unit) {
-    const Doubles wide = __builtin_convertvector(x, Doubles);
-    return (wide * wide * unit.inverse + 0x1p52) - 0x1p52;
-}
 
 // --- steps shared by the phases -----------------------------------------------------------------------------
 
@@ -269,39 +227,35 @@ constexpr int kSumRows = 32;
 inline int64_t sum_items_per_matrix(const Statistics& x) { return (x.task->matrix_rows + kSumRows - 1) / kSumRows; }
 inline int64_t sum_items(const Statistics& x) { return x.matrices * sum_items_per_matrix(x); }
 
-// Adds the squares of a span, in units, to the sums of its columns; returns their sum.
-template <class Read>
-inline double add_squares(int n, const SumUnit& unit, double* columns, Read&& read) {
-    Doubles row{};
-    for (int e = 0; e < n; e += kLanes) {
-        const Doubles squares = whole_squares(read(e), unit);
-        store(columns + e, load<Doubles>(columns + e) + squares);
-        row += squares;
-    }
-    double sum = 0.0;
-    for (int i = 0; i < kLanes; ++i) sum += row[i];
-    return sum;
-}
-
 inline void factored_sums(Statistics& x, int64_t item, Workspace& work) {
     MlTask& t = *x.task;
     const int64_t matrix = item / sum_items_per_matrix(x), first = item % sum_items_per_matrix(x) * kSumRows;
     const int rows = (int)(t.matrix_rows - first < kSumRows ? t.matrix_rows - first : kSumRows);
     const SumUnit unit = factored_unit(x, matrix);
-    Pipeline p = x.pipeline(work, !t.has_l2);  // the survey has seen that the gradient is finite
+    Pipeline p = x.pipeline(work);
+    const int64_t first_row = matrix * t.matrix_rows + first;
     double row_sums[kSumRows] = {};
     for (int64_t col = 0; col < t.cols; col += kSpan) {
-        alignas(64) double columns[kSpan] = {};
+        alignas(64) uint64_t columns[kSpan] = {};
         const int n = (int)(t.cols - col < kSpan ? t.cols - col : kSpan);
-        for (int i = 0; i < rows; ++i) {
-            const float* const g = load_squarable(t, p, work, p.span(matrix * t.matrix_rows + first + i, col, n));
-            const uint16_t* const narrow = p.narrow_gradient();
-            row_sums[i] += narrow ? add_squares(n, unit, columns, [=](int e) { return load_bf16(narrow + e); })
-                                  : add_squares(n, unit, columns, [=](int e) { return load<vf>(g + e); });
+        int i = 0;
+        if (!t.has_l2 && n % kLanes == 0)  // where they lie, several rows at a time
+            for (const int64_t pitch = t.cols; i + kSumsTogether <= rows; i += kSumsTogether) {
+                const uint16_t* const narrow = (const uint16_t*)t.grad + (first_row + i) * pitch + col;
+                const float* const wide = (const float*)t.grad + (first_row + i) * pitch + col;
+                const auto add = [&](auto&& read) { add_squares<kSumsTogether>(n, unit, columns, row_sums + i, read); };
+                if (t.grad_is_bf16)
+                    add([=](int r, int e) { return load_bf16(narrow + r * pitch + e); });
+                else
+                    add([=](int r, int e) { return load<vf>(wide + r * pitch + e); });
+            }
+        for (; i < rows; ++i) {
+            const float* const g = load_squarable(t, p, work, p.span(first_row + i, col, n));
+            add_squares<1>(n, unit, columns, row_sums + i, [=](int, int e) { return load<vf>(g + e); });
         }
         double* const sums = x.column_sums.get() + matrix * t.cols + col;
         const std::lock_guard<std::mutex> alone(x.adding);
-        for (int e = 0; e < n; ++e) sums[e] += columns[e];
+        for (int e = 0; e < n; ++e) sums[e] += sum_of_wholes(columns[e], rows);
     }
     float* const row = t.second.row + matrix * t.matrix_rows + first;
     for (int i = 0; i < rows; ++i)
@@ -371,8 +325,9 @@ inline void target_peak(Statistics& x, int64_t item, Workspace& work) {
 
 inline void one_scale_close(Statistics& x) {
     const MlStorage& weight = x.task->weight;
-    x.weight_scale.scale =
-        next_scale(weight, x.task->scale_policy, x.target_peak.value(), read_scale(weight, 0, 0), 1.0f);
+    const float peak = x.target_peak.value();
+    const float held = read_scale(weight, 0, 0);
+    x.weight_scale = scaled_block(weight, next_scale(weight, x.task->scale_policy, peak, held, 1.0f), peak);
 }
 
 inline bool is_factored(const Statistics& x) { return x.needed() && x.factored(); }

@@ -8,6 +8,7 @@ inline namespace MASTERLESS_ISA {
 
 constexpr int kMaxSpan = 8192;  // elements in the buffers at once
 constexpr int kSpan = 1024;     // elements that are taken together when tiles are short: they stay in the L1 cache
+constexpr int kRowsSpan = 1536;  // elements of short rows that are taken together: a span has costs of its own
 constexpr int kMaxBlocks = kMaxSpan / 16;
 
 // The buffers of a thread. They lie as close together as the spans of a task allow: far apart, even if they all fit, some

@@ -25,7 +25,9 @@ def surveyed_first(tasks):
 
 @pytest.mark.parametrize("perform", [step_on_the_kernel, surveyed_first])
 @pytest.mark.parametrize("shape", [(5, 384), (2, 2176)])
-@pytest.mark.parametrize("weight", ["fp32", "bf16", "int8", "int8:128", "int6", "int4", "int4+4", "fp8", "int4:32"])
+@pytest.mark.parametrize(
+    "weight", ["fp32", "bf16", "int8", "int8:128", "int6", "int4", "int4+4", "int4+4:32", "fp8", "int4:32"]
+)
 def test_whole_chunks(weight, shape, perform):
     """What presets are made of, in rows of whole chunks: rules, moments, both kinds of gradients, rounding, eps."""
     rng = random.Random(f"{weight}{shape}")

@@ -1,0 +1,124 @@
+// Which rule's function takes a span, and how: for every task one of `advance_any`, for whole chunks of what presets are
+// made of one of `advance_chunks`.
+#pragma once
+
+#include "advance.h"
+
+namespace masterless {
+inline namespace MASTERLESS_ISA {
+
+using RuleFunction = bool (*)(const MlTask&, const Span&, const Tile&);
+
+inline Root root_of(const MlTask& task) {
+    const int32_t kind = task.second.kind;
+    const bool is_float = kind == ML_NONE || kind == ML_FLOAT32 || kind == ML_BFLOAT16;
+    return is_float ? Root::kExact : kind == ML_FACTORED ? Root::kFactored : Root::kCoarse;
+}
+
+template <class Rule, bool kFirst>
+RuleFunction any(Root root) {
+    if (!Rule::kSecond || root == Root::kExact) return advance_any<Rule, kFirst, Root::kExact>;
+    return root == Root::kFactored ? advance_any<Rule, kFirst, Root::kFactored> : advance_any<Rule, kFirst, Root::kCoarse>;
+}
+
+template <class Rule>
+RuleFunction any(const MlTask& task) {
+    return task.first.kind != ML_NONE ? any<Rule, true>(root_of(task)) : any<Rule, false>(root_of(task));
+}
+
+inline RuleFunction any_function(const MlTask& task) {
+    switch (task.rule) {
+        case ML_ADAM: return any<Adam>(task);
+        case ML_ADAM_UPDATE_UNITS: return any<AdamUpdateUnits>(task);
+        case ML_ADABELIEF: return any<AdaBelief>(task);
+        case ML_ADAM_WEIGHT_UNITS: return any<AdamWeightUnits>(task);
+        case ML_RMSPROP:
+        case ML_RMSPROP_WEIGHT_UNITS: return any<RmsProp>(task);
+        case ML_SGD:
+        case ML_SGD_WEIGHT_UNITS: return any<Sgd<false>>(task);
+        case ML_SGD_NESTEROV:
+        case ML_SGD_NESTEROV_WEIGHT_UNITS: return any<Sgd<true>>(task);
+        case ML_LION: return any<Lion>(task);
+        case ML_ADAFACTOR_WEIGHT_UNITS: return any<AdafactorWeightUnits>(task);
+        default: return any<Adafactor>(task);
+    }
+}
+
+// How a span goes through `advance_chunks`; `function` is null if it does not.
+struct Passage {
+    RuleFunction function = nullptr;
+    From weight = From::kBuffer;
+    bool packed = false;
+};
+
+// Only what occurs is compiled: weights that lie in place lose nothing and have gradients of their own kind, and where
+// errors are injected the momentum is in units of the weight.
+template <class Rule, Root kRoot, From kWeight, bool kNarrow, bool kPacked>
+RuleFunction chunks(const MlTask& task, bool injects) {
+    constexpr bool kMayInject = Rule::kTakesKept && kWeight != From::kPlace;
+    if (!kMayInject || !injects) return advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, false, false>;
+    return task.pays_back && task.payback != 0.0f
+               ? advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, kMayInject, kMayInject>
+               : advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, kMayInject, false>;
+}
+
+template <class Rule, Root kRoot, From kWeight, bool kPacked>
+RuleFunction chunks(const MlTask& task, bool narrow, bool injects) {
+    return narrow && kWeight != From::kPlace ? chunks<Rule, kRoot, kWeight, kWeight != From::kPlace, kPacked>(task, injects)
+                                             : chunks<Rule, kRoot, kWeight, false, kPacked>(task, injects);
+}
+
+// Of the kinds of weights that are read in registers only as presets use them.
+template <class Rule, Root kRoot, From kWeight>
+RuleFunction injecting_chunks(const MlTask& task) {
+    return task.pays_back && task.payback != 0.0f ? advance_chunks<Rule, kRoot, kWeight, true, true, true, true>
+                                                  : advance_chunks<Rule, kRoot, kWeight, true, true, true, false>;
+}
+
+template <class Rule, Root kRoot>
+RuleFunction chunks(const MlTask& task, const Passage& how, bool narrow, bool injects) {
+    if constexpr (Rule::kTakesKept) switch (how.weight) {
+            case From::kTable: return chunks<Rule, kRoot, From::kTable, true>(task, narrow, injects);
+            case From::kBytes: return chunks<Rule, kRoot, From::kBytes, true>(task, narrow, injects);
+            case From::kSix: return injecting_chunks<Rule, kRoot, From::kSix>(task);
+            case From::kHidden: return injecting_chunks<Rule, kRoot, From::kHidden>(task);
+            default: break;
+        }
+    if (how.weight == From::kPlace)
+        return how.packed ? chunks<Rule, kRoot, From::kPlace, true>(task, narrow, injects)
+                          : chunks<Rule, kRoot, From::kPlace, false>(task, narrow, injects);
+    return how.packed ? chunks<Rule, kRoot, From::kBuffer, true>(task, narrow, injects)
+                      : chunks<Rule, kRoot, From::kBuffer, false>(task, narrow, injects);
+}
+
+template <class Rule>
+RuleFunction chunks(const MlTask& task, const Passage& how, bool narrow, bool injects) {
+    return task.second.kind == ML_FACTORED ? chunks<Rule, Root::kFactored>(task, how, narrow, injects)
+                                           : chunks<Rule, Root::kCoarse>(task, how, narrow, injects);
+}
+
+// Vectors of four elements go through `advance_any`, always.
+inline Passage passage(const MlTask& t, const Scalars& c, const Span& span, bool narrow, bool in_place, bool injects) {
+    Passage how;
+    const bool in_weight_units = t.rule == ML_ADAM_WEIGHT_UNITS, in_update_units = t.rule == ML_ADAM_UPDATE_UNITS;
+    const bool usual = span.has_whole_chunks() && is_scaled(t.first) && !t.maximize && !t.has_l2 && c.has_eps_square &&
+                       (t.second.kind == ML_LOG || t.second.kind == ML_FACTORED) &&
+                       (in_weight_units ? t.step_size == 1.0f : in_update_units || t.rule == ML_ADAM) &&
+                       (injects ? in_weight_units && !in_place : !t.pays_back || t.payback == 0.0f) &&
+                       !(in_place && narrow);
+    if (!usual || kLanes < 8) return how;
+    how.packed = is_packed(t.first, span) && (t.second.kind == ML_FACTORED || is_packed(t.second, span));
+    how.weight = in_place                         ? From::kPlace
+                 : how.packed && in_weight_units ? stored_codes(t.weight, span)
+                                                 : From::kBuffer;
+    const bool is_common = how.weight <= From::kTable || (narrow && injects);
+    if (!is_common) how.weight = From::kBuffer;
+    if constexpr (kLanes >= 8)
+        how.function = in_weight_units   ? chunks<AdamWeightUnits>(t, how, narrow, injects)
+                       : in_update_units ? chunks<AdamUpdateUnits>(t, how, narrow, injects)
+                                         : chunks<Adam>(t, how, narrow, injects);
+    return how;
+}
+
+}  // namespace MASTERLESS_ISA
+}  // namespace masterless
