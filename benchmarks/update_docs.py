@@ -159,7 +159,7 @@ TABLES["recipes-additivity"] = additivity_at_37k
 def presets_at_20(only_measured: bool = False) -> str:
     """Every preset (or those that were measured) with its gap at 20 tokens per parameter, as far as it is known."""
     cells = recipe_cells()
-    found = {(s.group, s.setting, s.label): s for s in analysis.summarise(cells, Store(RECIPES).rows())}
+    found = analysis.summarise(cells, Store(RECIPES).rows())
     settings = ("37k@20", "150k@20", "600k@20")
     rows = [
         f"| preset | what | bytes/param | {' | '.join(f'gap, {s}' for s in settings)} | pretrained start |",
@@ -168,16 +168,7 @@ def presets_at_20(only_measured: bool = False) -> str:
     for preset in PRESETS.values():
         gaps = []
         for setting in settings:
-            same = [
-                found.get((c.group, setting, c.recipe.label))
-                for c in cells
-                if c.setting.name == setting
-                and c.recipe.weights == preset.weights
-                and (c.recipe.traded_last, c.recipe.traded_for) == (preset.trade_last, preset.trade_for)
-                and dict(c.recipe.options) == dict(preset.options)
-            ]
-            measured = [s for s in same if s is not None and s.gap is not None]
-            best = max(measured, key=lambda s: s.seeds, default=None)
+            best = analysis.of_preset(cells, found, preset, setting)
             gaps.append("-" if best is None else analysis.gap_text(best) + (", one seed" if best.seeds == 1 else ""))
         if only_measured and set(gaps) == {"-"}:
             continue

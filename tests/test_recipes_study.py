@@ -222,10 +222,13 @@ def test_rows_of_another_text_are_left_out():
     assert analysis.of_one_text({**rows, **foreign}) == rows
 
 
-def test_a_figure_is_drawn(tmp_path):
-    cells = [Cell("g", r, TINY, lrs=(1e-3, 2e-3, 4e-3)) for r in (FP32, TWO_BYTES)]
-    rows = finished(cells, lambda job: 2 + abs(job.lr - 2e-3) + 0.01 * job.seed * (job.recipe is TWO_BYTES))
-    assert figure.draw(analysis.summarise(cells, rows), tmp_path / "gap.png").stat().st_size > 1000
+def test_a_figure_shows_presets_by_name(tmp_path):
+    presets = groups.presets()
+    cells = [Cell("g", r, groups.SMALL, lrs=(1e-3, 2e-3, 4e-3)) for r in (FP32, *presets)]
+    rows = finished(cells, lambda job: 2 + abs(job.lr - 2e-3) + 0.01 * job.seed * (job.recipe in presets))
+    drawn = figure.draw(cells, rows, tmp_path / "gap.svg").read_text()
+    assert [name for name in ("2-byte", "1-byte-int8", "1-byte-int4") if f"<!-- {name} -->" not in drawn] == []
+    assert figure.draw(cells[:1], rows, tmp_path / "none.svg").stat().st_size > 1000
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             from .figure import draw
 
-            print(draw(found))
+            print(draw(wanted, store.rows()))
     return 0
 
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from masterless.optim.presets import Preset
+
 from .plan import Cell
 from .recipe import Job, Recipe, Setting
 from .store import Row
@@ -113,6 +115,20 @@ def describe(cell: Cell, rows: Mapping[str, Row]) -> Summary | None:
         sweep={lr: None if math.isinf(loss) else loss for lr, loss in sweep.items()},
         complete=best is not None and cell.growth > 0 and set(cell.seeds) <= set(losses),
     )
+
+
+def of_preset(cells: Sequence[Cell], found: Sequence[Summary], preset: Preset, setting: str) -> Summary | None:
+    """What is known of a preset in a setting: of the rows with its formats and options, those with the most seeds."""
+    known = {(s.group, s.setting, s.label): s for s in found}
+    same = [
+        known.get((c.group, setting, c.recipe.label))
+        for c in cells
+        if c.setting.name == setting
+        and c.recipe.weights == preset.weights
+        and (c.recipe.traded_last, c.recipe.traded_for) == (preset.trade_last, preset.trade_for)
+        and dict(c.recipe.options) == dict(preset.options)
+    ]
+    return max((s for s in same if s is not None and s.gap is not None), key=lambda s: s.seeds, default=None)
 
 
 def paired_gaps(losses: Mapping[int, float | None], reference: Mapping[int, float | None]) -> list[float]:

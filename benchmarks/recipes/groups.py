@@ -317,6 +317,7 @@ def cells() -> list[Cell]:
     found += _grid("large", [nearest(ONE_INT4)], (LARGE,), **once, lrs=(4e-3, 8e-3))
     # A hundred tokens per parameter, both learning rates that matter there.
     found += _grid("long", [*deciding(), *one_traded[:2]], (SMALL_LONG,), **twice, lrs=(8e-3, 16e-3))
+    found += _grid("eco", eco(), (SMALL_LONG,), **once, lrs=(16e-3,))
     # Muon at 150k: whether what holds at 37k holds there.
     found += _grid("muon", muons_at_150k(), (MIDDLE,), sweep=(0,), seeds=range(3), lrs=(16e-3, 32e-3), growth=0)
     # What presets were chosen by.
