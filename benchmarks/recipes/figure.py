@@ -34,12 +34,12 @@ def draw(cells: Sequence[Cell], rows: Mapping[str, Row], path: Path = FIGURE) ->
         for summary in qat[:1]:
             axis.axhline(summary.gap, color="C1", linewidth=0.8, linestyle="--", label="INT4 with master weights")
         for preset in presets:
-            summary = of_preset(cells, found, preset, panel)
-            if summary is None:
+            own = of_preset(cells, found, preset, panel)
+            if own is None:
                 continue
             colour = "C1" if preset.name.endswith("int4") else "C0"
-            at = preset.bytes_per_parameter, summary.gap or 0.0
-            axis.errorbar(*at, yerr=summary.error or 0.0, fmt="o", markersize=4, capsize=2, color=colour)
+            at = preset.bytes_per_parameter, own.gap or 0.0
+            axis.errorbar(*at, yerr=own.error or 0.0, fmt="o", markersize=4, capsize=2, color=colour)
             above = preset.name in ("1-byte", "1-byte-int4", "2-byte-int4", "1.8-byte")
             axis.annotate(
                 preset.name, at, xytext=(4, 5 if above else -10), textcoords="offset points", fontsize=7, color=colour
