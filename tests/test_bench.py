@@ -247,6 +247,16 @@ def test_garbage_of_others_does_not_hide_what_a_call_takes():
 
 
 @needs_peaks
+def test_memory_that_the_c_library_keeps_does_not_hide_what_a_call_takes():
+    torch.ones((31 << 20) // 4)  # freed, it makes the C library take blocks of up to this size from its heap
+    blocks = [torch.ones((20 << 20) // 4) for _ in range(6)]
+    above = [torch.ones(1 << 18) for _ in range(8)]  # what is free below them stays in the process
+    del blocks
+    assert growth.extra_memory(lambda: torch.ones(MUCH // 4).sum()) >= SEEN
+    assert len(above) == 8
+
+
+@needs_peaks
 def test_pages_that_the_system_drops_do_not_hide_what_a_call_takes(tmp_path):
     (tmp_path / "mapped").write_bytes(b"1" * MUCH)
     with open(tmp_path / "mapped", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:

@@ -20,7 +20,14 @@ import masterless as ml
 from masterless.backends.cpu import library as kernels
 from masterless.formats.storage import Storage
 from masterless.lab.bench.step_time import seconds
-from masterless.lab.profile.resident import ProfileError, mapped_file_bytes, peak_bytes, reset_peak, resident_bytes
+from masterless.lab.profile.resident import (
+    ProfileError,
+    give_back_freed_memory,
+    mapped_file_bytes,
+    peak_bytes,
+    reset_peak,
+    resident_bytes,
+)
 
 COLUMNS = 1024
 SIZES = (1_000_000, 4_000_000, 16_000_000, 64_000_000, 250_000_000, 500_000_000)
@@ -93,7 +100,9 @@ def _parameter(rows: int, weight: str | None, dtype: torch.dtype) -> Parameter:
 
 def extra_memory(call: Callable[[], object]) -> int | None:
     """Bytes by which the peak of resident memory during a call exceeds resident memory before it."""
-    gc.collect()  # garbage that went in the middle of the call would hide what the call takes
+    # Garbage that went in the middle of the call, or freed memory that is used again, would hide what the call takes.
+    gc.collect()
+    give_back_freed_memory()
     try:
         reset_peak()
         before, files = resident_bytes(), mapped_file_bytes()

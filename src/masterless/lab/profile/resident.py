@@ -82,6 +82,14 @@ def return_freed_memory(threshold: int = 1 << 20) -> bool:
     return all([mallopt(option, value) for option, value in settings])
 
 
+def give_back_freed_memory() -> None:
+    """Makes the C library return what it keeps of freed memory, once; where it cannot be told, nothing happens."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):  # no glibc
+        pass
+
+
 class Recorder:
     """Measures phases, and samples the memory all the while.
 
