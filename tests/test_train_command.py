@@ -341,6 +341,14 @@ def test_what_cannot_be_traded_is_refused_before_a_run_is_made(text, tmp_path, c
         "train", "--data", text, "--preset", "1-byte-int8", "--trade-last", 1, "--out", tmp_path / "none"
     )
     assert code and "trade-last=1" in err and "below 1" in err
+    one = ("train", "--data", text, "--preset", "1-byte-int8", "--out", tmp_path / "none")
+    for flags, said in (
+        (("--trade-for", "int4"), "no more bits"),
+        (("--trade-for", "int8", "--trade-last", 0), "--trade-last 0.15"),
+        (("--preset", "1.3-byte", "--exp-avg", "int3", "--weights", "int4", "--trade-last", 0.2), "7 bits"),
+    ):
+        code, _, err = cli(*one, *flags)
+        assert code and said in err and not (tmp_path / "none").exists()
 
 
 def test_bpe(text, tmp_path, cli):

@@ -50,6 +50,12 @@ def test_momentum_is_traded_for_bits_at_the_end_and_resumed_on_both_sides_of_it(
         assert not differences(whole.model, resumed.model) and same_state(whole.optimizer, resumed.optimizer)
     with pytest.raises(ValueError, match=r"trade_last=1.*below 1"):
         MasterlessCallback(trade_last=1)
+    with pytest.raises(ValueError, match=r"trade_for='int8'.*trade_last=0.15"):
+        MasterlessCallback(trade_for="int8")
+    data = {"train_dataset": examples(), "eval_dataset": examples(4, seed=1)}
+    stock = Trainer(gpt2(), arguments(tmp_path / "stock"), **data, callbacks=[MasterlessCallback(trade_last=0.5)])
+    with pytest.raises(ValueError, match=r"is not masterless' AdamW"):
+        stock.train()
 
 
 def test_the_best_model_is_loaded_at_the_end_and_the_folder_is_complete(tmp_path):

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from masterless.insight.monitor import Monitor
 from masterless.integrations.transformers import adopt
+from masterless.optim.adam import Adam
 from masterless.optim.backward import BackwardStepper, step_in_backward
 from masterless.optim.trade import trade_momentum_
 
@@ -51,6 +52,10 @@ class MasterlessCallback(TrainerCallback):
     ) -> None:
         if not 0 <= trade_last < 1:
             raise ValueError(f"trade_last={trade_last!r}: a share of the steps; must be at least 0 and below 1")
+        if trade_for is not None and not trade_last:
+            raise ValueError(
+                f"trade_for={trade_for!r}: means nothing without a share of the steps; pass trade_last=0.15"
+            )
         limits = {"clip_value": clip_value, "clip_norm": clip_norm, "clip_previous_norm": clip_previous_norm}
         given = {name: value for name, value in limits.items() if value is not None}
         if given and not step_in_backward:
@@ -75,6 +80,10 @@ class MasterlessCallback(TrainerCallback):
         """Attaches to the model and the optimizer of this training."""
         self._detach()
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # accelerate wraps it
+        if self.trade_last and not isinstance(optimizer, Adam):
+            raise ValueError(
+                f"trade_last={self.trade_last!r}: {type(optimizer).__name__} is not masterless' AdamW or Adam"
+            )
         if self.step_in_backward:
             _refuse(args)
             self._stepper = step_in_backward(kwargs["model"], optimizer, **self.limits)

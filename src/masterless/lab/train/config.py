@@ -22,6 +22,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from masterless.formats import parse
 from masterless.interop.files import FileError, read_bytes, reason_of
 from masterless.optim.presets import get_preset
+from masterless.optim.trade import traded_format
 from masterless.tensor.quantized import as_weight
 
 _LR = {"Lion": 3e-4, "SGD": 0.1, "Adafactor": 0.05}  # AdamW's and its relatives' is 2e-3
@@ -158,6 +159,12 @@ def resolve(
         "eval_every": max(1, config.steps // 15),
     }
     config = dataclasses.replace(config, **{k: v for k, v in filled.items() if getattr(config, k) is None})
+    if not config.trade_last:
+        if chosen.get("trade_for") is not None:
+            raise ConfigError(
+                f"trade-for={config.trade_for}: means nothing without a share; pass --trade-last 0.15, too"
+            )
+        config = dataclasses.replace(config, trade_for=None)
     if config.reset == "none":
         config = dataclasses.replace(config, reset=None)
     assert config.lr is not None
@@ -221,8 +228,11 @@ def _check(config: RunConfig) -> None:
             f"trade-last={config.trade_last:g}: only AdamW's momentum that holds the rounding errors of weights below "
             f"8 bits can be traded for bits; pass --trade-last 0, or --preset 1-byte-int8"
         )
-    if config.trade_for is not None:
-        as_weight(config.trade_for)
+    if config.trade_last:
+        weights = as_weight(config.weights or "")
+        late = as_weight(config.trade_for) if config.trade_for else traded_format(weights, parse(config.exp_avg or ""))
+        if late.bits + late.fine_bits <= weights.bits + weights.fine_bits:
+            raise ConfigError(f"trade-for={config.trade_for}: has no more bits than weights {config.weights}; try int8")
 
 
 def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
