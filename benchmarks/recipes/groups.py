@@ -10,6 +10,7 @@ import masterless as ml
 
 from .plan import Cell
 from .recipe import BETA2, Recipe, Setting, recipe
+from .trials import TRIALS
 
 Options = dict[str, Any]
 
@@ -92,6 +93,20 @@ def parts(whole: Recipe) -> list[Recipe]:
     weights = replace(whole, options={**whole.options, "exp_avg": "fp32", "exp_avg_sq": "fp32"})
     moments = [recipe("", None, m, "fp32", whole.beta1, **WEIGHT), recipe("", None, "fp32", v, whole.beta1, **WEIGHT)]
     return [weights, *moments]
+
+
+def ideas() -> list[Recipe]:
+    """What the library does not have, one thing at a time; beside each what it has."""
+
+    def tried(trial: str, beta1: float = SHORT, **options: Any) -> Recipe:
+        label = trial if beta1 == SHORT else f"{trial}, b1 {beta1:g}"
+        return replace(recipe(f"trial: {label}", beta1=beta1, **options), trial=trial)
+
+    momenta = ("4-bit m", "4-bit m, its error to the weight", "nf4 m")
+    others = [tried(name) for name in TRIALS if name not in momenta]
+    longer = [tried(name, 0.9, **WEIGHT) for name in momenta[:2]]
+    blocks = [recipe(f"{m} m .7", None, m, beta1=SHORT, **WEIGHT) for m in ("int4:32", "int4:64", "dynamic4")]
+    return [*others, *(tried(name, **WEIGHT) for name in momenta), *longer, *blocks]
 
 
 def nearest(base: Recipe) -> Recipe:
@@ -281,6 +296,16 @@ def muons_in_small_groups() -> list[Recipe]:
     return [*late, small, muon("int4:32 with master weights, mu .8", "int4+32:32", momentum=0.8)]
 
 
+def muons_in_int4() -> list[Recipe]:
+    """INT4 in the forward pass: the hidden grid to nearest, so that fewer visible codes flip; how late; masters."""
+    base = muon("int4+4, int4:32 m .8, nearest", "int4+4", "int4:32", 0.8, weight_rounding="nearest")
+    late = [
+        replace(base, label=f"{base.label}, INT4 for the last {share}%", coarse_from=1 - share / 100)
+        for share in (20, 40)
+    ]
+    return [base, *late, muon("int4 with master weights, mu .8", "int4+32", momentum=0.8)]
+
+
 def muons_at_150k() -> list[Recipe]:
     """What Muon's sentences rest on: fp32, 1.56 bytes, INT4 with hidden bits and with master weights, one byte."""
     wanted = (
@@ -317,6 +342,10 @@ def cells() -> list[Cell]:
     two_lrs: Options = {"sweep": (0,), "lrs": (8e-3, 16e-3), "growth": 0}
     found = _grid("batch", [full(0.8)], (larger_steps,), sweep=(0,), seeds=range(6), lrs=(4e-3, 8e-3, 16e-3), growth=0)
     found += _grid("batch", of_larger_steps(), (larger_steps,), seeds=range(6), **two_lrs)
+    # Is the longer momentum as good with 2048 tokens per step, at the learning rate that is fp32's best?
+    found += _grid("candidates", of_larger_steps()[:4], (MIDDLE,), sweep=(0,), seeds=range(4), lrs=(4e-3,), growth=0)
+    found += _grid("ideas", ideas(), (SMALL,), sweep=(0,), seeds=range(6), lrs=(16e-3,), growth=0)
+    found += _grid("muon", muons_in_int4(), (SMALL,), sweep=(0,), seeds=range(3), lrs=(32e-3, 64e-3), growth=0)
     found += _grid("muon", muons_at_150k(), (MIDDLE,), sweep=(0,), seeds=range(3), lrs=(16e-3, 32e-3), growth=0)
     large_steps = replace(LARGE, batch_tokens=8192)
     found += _grid("batch", [full(0.8)], (large_steps,), sweep=(0,), seeds=(0,), lrs=(4e-3, 8e-3), growth=0)
@@ -344,8 +373,6 @@ def cells() -> list[Cell]:
     # A hundred tokens per parameter, both learning rates that matter there.
     found += _grid("long", [*deciding(), *one_traded[:2]], (SMALL_LONG,), **twice, lrs=(8e-3, 16e-3))
     found += _grid("eco", eco(), (SMALL_LONG,), **once, lrs=(16e-3,))
-    # Muon at 150k: whether what holds at 37k holds there.
-    found += _grid("muon", muons_at_150k(), (MIDDLE,), sweep=(0,), seeds=range(3), lrs=(16e-3, 32e-3), growth=0)
     # What presets were chosen by.
     found += _grid("candidates", [full()], (MIDDLE,), sweep=(0, 1), seeds=range(4))
     found += _grid("candidates", earlier[1:3], (MIDDLE,), **middle, lrs=(2e-3, 4e-3, 8e-3))

@@ -43,6 +43,7 @@ class Recipe:
             bits as well.
         traded_last: share of the steps, at the end, in which the momentum's bits are the weights' (`trade_momentum_`).
         traded_for: the weights' format then, if it is not the usual one.
+        trial: an idea that the library does not have (`trials.TRIALS`), or none.
     """
 
     label: str
@@ -52,6 +53,7 @@ class Recipe:
     coarse_from: float = 0.0
     traded_last: float = 0.0
     traded_for: str | None = None
+    trial: str = ""
 
     @property
     def states(self) -> tuple[str, str]:
@@ -67,7 +69,7 @@ class Recipe:
     @property
     def is_fp32(self) -> bool:
         """Whether nothing is quantized: a baseline."""
-        return self.weights is None and {*self.states} <= {"fp32", "none"}
+        return not self.trial and self.weights is None and {*self.states} <= {"fp32", "none"}
 
     @property
     def injects(self) -> bool:
@@ -180,6 +182,7 @@ class Job:
             **({"coarse_from": self.recipe.coarse_from} if self.recipe.coarse_from else {}),
             **({"traded_last": self.recipe.traded_last} if self.recipe.traded_last else {}),
             **({"traded_for": self.recipe.traded_for} if self.recipe.traded_for else {}),
+            **({"trial": self.recipe.trial} if self.recipe.trial else {}),
             "regime": REGIME,
             **asdict(self.setting),
             "lr": self.lr,

@@ -15,7 +15,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from masterless.lab.models import GPT
 
 from .recipe import BETA2, SEQ_LEN, Job, Setting
 from .texts import CACHE, Text, load
+from .trials import TRIALS, Trial
 
 WARMUP, LEAST_WARMUP, MOST_WARMUP = 0.1, 72, 0.2
 WEIGHT_DECAY = 0.1
@@ -64,18 +65,20 @@ class Twin:
         return cls(model, torch.compile(loss, dynamic=False) if compiled else loss)
 
     @torch.no_grad()
-    def take(self, stored: nn.Module, visible: bool = True) -> None:
+    def take(self, stored: nn.Module, visible: bool = True, trials: Mapping[nn.Parameter, Trial] = {}) -> None:
         """Takes over what the stored weights decode to, hidden bits left out or not."""
         for own, p in zip(self.model.parameters(), stored.parameters(), strict=True):
             dense = p.detach()
             if isinstance(dense, ml.QuantizedTensor):
                 dense = dense.dequantize() if visible else dense.stored.decode()
-            own.copy_(dense)
+            own.copy_(trials[p].shown(dense) if p in trials else dense)
 
-    def give(self, stored: nn.Module) -> None:
+    def give(self, stored: nn.Module, trials: Mapping[nn.Parameter, Trial] = {}) -> None:
         """Hands the gradients over to the stored weights."""
         for own, p in zip(self.model.parameters(), stored.parameters(), strict=True):
             p.grad, own.grad = own.grad, None
+            if p in trials and p.grad is not None:
+                p.grad = trials[p].gradient(p.grad)
 
 
 _TWINS: dict[tuple[Any, ...], Twin] = {}
@@ -158,10 +161,27 @@ class _Run:
         self.model = GPT(job.setting.model, torch.Generator().manual_seed(job.seed))
         if job.recipe.weights is not None:
             ml.quantize_(self.model, job.recipe.weights)
+        self.trials = self._trials()
         self.optimizers = optimizers(job, self.model)
         self.path = None if checkpoints is None else checkpoints / f"{job.key}.pt"
         self.step, self.seconds, self.train_loss, self.traded = 0, 0.0, 0.0, False
         self.curve: list[float] = []  # training loss, the mean of each twentieth of the run
+
+    def _trials(self) -> dict[nn.Parameter, Trial]:
+        if not self.job.recipe.trial:
+            return {}
+        trial, (inner, _) = TRIALS[self.job.recipe.trial], ml.muon_groups(self.model)
+        found = {p: trial for _, p in inner[0]["params"]}
+        for p in found:
+            p.data.copy_(trial.start(p.data))
+        return found
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        optimizer = self.optimizers[0]
+        for p, trial in self.trials.items():
+            if trial.after is not None:
+                trial.after(p.data, optimizer.state[p], self.job.recipe.beta1, self.step)
 
     def go(self, progress: Callable[[int, int], None] | None, windows: int | None) -> dict[str, Any]:
         self._resume()
@@ -169,7 +189,7 @@ class _Run:
         loss: float | None = None
         try:
             self._train(progress)
-            self.twin.take(self.model)
+            self.twin.take(self.model, trials=self.trials)
             loss = evaluate(self.twin, self.text, windows)
         except ml.NonFiniteGradientError:
             pass
@@ -210,9 +230,10 @@ class _Run:
             if not math.isfinite(value := float(loss)):
                 raise ml.NonFiniteGradientError("the loss is not finite")
             nn.utils.clip_grad_norm_(parameters, CLIP)
-            self.twin.give(self.model)
+            self.twin.give(self.model, self.trials)
             for optimizer in self.optimizers:
                 optimizer.step()
+            self._after_step()
             self.step += 1
             self._take()
             self.train_loss += value / part
@@ -231,7 +252,9 @@ class _Run:
         if last and not self.traded and self.step >= (1 - last) * self.setting.steps:
             ml.trade_momentum_(self.optimizers[0], self.job.recipe.traded_for)  # type: ignore[arg-type]
             self.traded = True
-        self.twin.take(self.model, visible=self.step >= self.job.recipe.coarse_from * self.setting.steps)
+        self.twin.take(
+            self.model, visible=self.step >= self.job.recipe.coarse_from * self.setting.steps, trials=self.trials
+        )
 
     def _save(self, seconds: float) -> None:
         assert self.path is not None
