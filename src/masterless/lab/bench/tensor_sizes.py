@@ -19,6 +19,7 @@ SIZES: dict[str, list[Shape]] = {
     "gpt2": gpt2_small(),
     "odd": [(5000, 6500)],  # no power of two anywhere
     "tiny": [(4, 33)] * 250 + [(33,)] * 250,  # nothing to compute: what remains is the overhead of a step
+    "rows": [(50304, 96)],  # rows shorter than a chunk
     "short": [(64, 33)] * 250 + [(33,)] * 250,  # rows much shorter than a chunk of the kernel
     "moe": [(8, 1408, 512), (8, 512, 1408), (8, 512)],
     "test": [(40, 130), (33,)],
