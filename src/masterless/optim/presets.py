@@ -25,6 +25,7 @@ from masterless.tensor.selection import vocabulary_parameters
 
 VOCABULARY_WEIGHTS = "int8"
 TRADED_WEIGHTS = "int8"  # what needs no INT4 stage for weights that are trained already
+LARGE_STEP = 4096  # tokens: presets were measured with 2048 per step and with 8192
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Preset:
         options: keyword arguments of `masterless.AdamW`.
         summary: one line for tables.
         pretrained: options that differ for trained weights.
+        large_steps: options that differ with `LARGE_STEP` tokens per step and more.
         trade_last: the share of a run, at its end, that is meant to be trained after `trade_momentum_`; 0: none.
         trade_for: the weights' format then.
     """
@@ -48,6 +50,7 @@ class Preset:
     pretrained: Mapping[str, Any] = field(default_factory=dict)
     trade_last: float = 0.0
     trade_for: str | None = None
+    large_steps: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def vocabulary(self) -> str | None:
@@ -78,6 +81,12 @@ class Preset:
             return self.traded
         return replace(self, options={**self.options, **self.pretrained}, pretrained={})
 
+    def for_steps_of(self, tokens: int | None) -> Preset:
+        """What it is for steps of so many tokens: the less noise in a gradient, the longer a momentum should be."""
+        if tokens is None or tokens < LARGE_STEP:
+            return self
+        return replace(self, options={**self.options, **self.large_steps}, large_steps={})
+
     @property
     def bytes_per_parameter(self) -> float:
         """Weight and states of a large matrix, metadata included."""
@@ -91,13 +100,22 @@ class Preset:
 
 
 def _preset(
-    name: str, weights: str | None, summary: str, trade_last: float = 0.0, trade_for: str | None = None, **options: Any
+    name: str,
+    weights: str | None,
+    summary: str,
+    trade_last: float = 0.0,
+    trade_for: str | None = None,
+    large_steps: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
 ) -> Preset:
     # At learning rates of fine-tuning, far below a quantum, weights that are rounded to nearest hardly move.
     pretrained = {"weight_rounding": "stochastic"} if options.get("weight_rounding") == "nearest" else {}
     frozen = MappingProxyType(options), summary, MappingProxyType(pretrained)
-    return Preset(name, weights, *frozen, trade_last, trade_for)
+    return Preset(name, weights, *frozen, trade_last, trade_for, large_steps)
 
+
+# Measured with 8192 tokens per step for the presets that have it (docs/recipes.md).
+_LONGER_MOMENTUM = MappingProxyType({"betas": (0.8, 0.95)})
 
 PRESETS: dict[str, Preset] = {
     p.name: p
@@ -145,6 +163,7 @@ PRESETS: dict[str, Preset] = {
             "1.3-byte",
             "int6",
             "INT6 weights, 4-bit first moment, factored second",
+            large_steps=_LONGER_MOMENTUM,
             exp_avg="int4",
             exp_avg_sq="factored",
             betas=(0.7, 0.95),
@@ -154,6 +173,7 @@ PRESETS: dict[str, Preset] = {
             "1.6-byte",
             "int6",
             "INT6 weights, 4-bit first moment, 2-bit second",
+            large_steps=_LONGER_MOMENTUM,
             exp_avg="int4",
             exp_avg_sq="log2",
             betas=(0.7, 0.95),
@@ -163,6 +183,7 @@ PRESETS: dict[str, Preset] = {
             "1.8-byte",
             "int8",
             "INT8 weights, 4-bit first moment, 2-bit second",
+            large_steps=_LONGER_MOMENTUM,
             exp_avg="int4",
             exp_avg_sq="log2",
             betas=(0.7, 0.95),
@@ -173,6 +194,7 @@ PRESETS: dict[str, Preset] = {
             "2-byte",
             "int8",
             "INT8 weights, 4-bit first moment, 4-bit second",
+            large_steps=_LONGER_MOMENTUM,
             exp_avg="int4",
             exp_avg_sq="log4",
             betas=(0.7, 0.95),
@@ -213,6 +235,7 @@ def prepare(
     *,
     whole_model: bool = False,
     pretrained: bool | None = None,
+    tokens_per_step: int | None = None,
     **overrides: Any,
 ) -> AdamW:
     """Applies a preset to a model and returns the optimizer.
@@ -232,6 +255,8 @@ def prepare(
         pretrained: whether the weights are trained, for which some presets differ
             (``PRESETS[name].for_trained_weights()``). None asks the model: one of transformers that has a
             ``name_or_path`` is taken for pretrained, and a warning says what that changes.
+        tokens_per_step: how many tokens the gradient of a step is of, over all batches and ranks. With 4096 and more
+            some presets have a longer momentum (``PRESETS[name].for_steps_of(tokens)``); None takes them as they are.
         **overrides: any argument of `AdamW`, in place of the preset's.
 
     Returns:
@@ -242,7 +267,12 @@ def prepare(
     >>> [d.name for d in opt.quantization_report.quantized]
     ['0.weight', '2.weight']
     """
-    usual = get_preset(preset)
+    if tokens_per_step is not None and (not isinstance(tokens_per_step, int) or tokens_per_step < 1):
+        raise ValueError(
+            f"tokens_per_step={tokens_per_step!r}: is no number of tokens; pass sequences * their length, over all "
+            f"batches and ranks of a step, or None (nothing was changed)"
+        )
+    usual = get_preset(preset).for_steps_of(tokens_per_step)
     source = getattr(getattr(model, "config", None), "name_or_path", "") if pretrained is None else ""
     chosen = _variant(usual, model, bool(pretrained or source))
     options = {**chosen.options, **overrides}

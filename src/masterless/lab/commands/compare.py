@@ -118,7 +118,7 @@ def plan_experiments(config: RunConfig, names: Sequence[str], seeds: int) -> tup
         model["vocab_size"] = corpus.vocab_size
     experiments = []
     for name in dict.fromkeys(names):
-        weights, options = entry(name)
+        weights, options = entry(name, config.batch * config.seq_len * config.accumulate)
         for seed in range(seeds):
             experiments.append(
                 Experiment(name, weights, "AdamW", options, model, {**settings, **_trade(name)}, seed, data)
@@ -129,10 +129,10 @@ def plan_experiments(config: RunConfig, names: Sequence[str], seeds: int) -> tup
     return experiments, corpus.description
 
 
-def entry(name: str) -> tuple[str | None, dict[str, Any]]:
+def entry(name: str, tokens_per_step: int | None = None) -> tuple[str | None, dict[str, Any]]:
     """The weight format and AdamW's options that a name of a comparison stands for."""
     if name in PRESETS:
-        return PRESETS[name].weights, dict(PRESETS[name].options)
+        return PRESETS[name].weights, dict(PRESETS[name].for_steps_of(tokens_per_step).options)
     if name.startswith("naive-"):
         lossy = {"error_compensation": False, "weight_rounding": "nearest"}
         return name.removeprefix("naive-"), {**_PLAIN_STATES, **lossy}

@@ -139,7 +139,7 @@ def resolve(
     config = RunConfig(**chosen)
     if config.optimizer not in OPTIMIZERS:
         raise ConfigError(f"optimizer={config.optimizer!r}: no such optimizer; choose one of {', '.join(OPTIMIZERS)}")
-    preset = get_preset(config.preset)
+    preset = get_preset(config.preset).for_steps_of(config.batch * config.seq_len * config.accumulate)
     preset = preset if config.init is None else preset.for_trained_weights()
     options = preset.options
     betas = (0.9, 0.99) if config.optimizer == "Lion" else options["betas"]
