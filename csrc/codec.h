@@ -65,9 +65,11 @@ inline void encode_bf16(uint16_t* out, const float* x, int n, const ChunkDraw* d
 // --- scaled formats -----------------------------------------------------------------------------------------
 
 // Codes that a table can decode without unpacking: its lookup takes no notice of what stands above a code.
+inline bool has_table_codes(const MlStorage& s) {
+    return (s.bits == 2 || s.bits == 4) && s.bits <= kTableBits && !s.hidden && !s.adjacent;
+}
 inline bool decodes_packed(const MlStorage& s, const Span& span) {
-    return (s.bits == 2 || s.bits == 4) && s.bits <= kTableBits && !s.hidden && !s.adjacent && s.block >= kChunk &&
-           span.length % kChunk == 0;
+    return has_table_codes(s) && s.block >= kChunk && span.has_whole_chunks();
 }
 
 template <int kBits>

@@ -85,6 +85,8 @@ class LogChunk {
 struct LogSummaries {
     vi top, low, zeros;
 
+    void set(int k, const LogSummary& block) { top[k] = block.top, low[k] = block.low, zeros[k] = block.zeros; }
+
     LogSummaries(const LogChunk* chunks, int count, int rank) {
         static_assert(kRows == kLogLanes, "lanes of a vector are lanes of a block");
         const auto smaller = [](vu a, vu b) { return min(a, b); };

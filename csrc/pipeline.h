@@ -248,7 +248,7 @@ class Pipeline {
         if (inject && noted_first_.peaks) {
             if (is_scaled(weight) && !weight.values) {
                 inject.peaks = b_.first_peaks;
-                std::fill_n(b_.first_peaks, s.n / kChunk, vf{});
+                std::fill_n(b_.first_peaks, s.chunks(), vf{});
             } else {
                 noted_first_.peaks = nullptr;  // plain weights do not note them
             }
