@@ -282,15 +282,17 @@ class Pipeline {
 
     void store_moment(const MlStorage& moment, const Span& s, const float* x, const Noted& noted, const Draw& draw,
                       const Metadata* known) {
-        const Metadata* blocks = known;
-        if (!known && is_scaled(moment)) {
-            const int64_t first = metadata_index(moment, s);
-            fresh_blocks(moment, s, x, noted, b_.blocks);
-            for_each_block(s, moment.block,
-                           [&](int, int, int k) { write_metadata(moment, s.row, first + k, b_.blocks[k]); });
-            blocks = b_.blocks;
-        }
+        const Metadata* const blocks = known ? known : moment_blocks(moment, s, x, noted);
         encode(moment, t_.cols, s, x, draw, blocks, b_.codes());
+    }
+
+    // The metadata of a moment that is about to be stored; it is stored here.
+    const Metadata* moment_blocks(const MlStorage& moment, const Span& s, const float* x, const Noted& noted) {
+        if (!is_scaled(moment)) return nullptr;
+        const int64_t first = metadata_index(moment, s);
+        fresh_blocks(moment, s, x, noted, b_.blocks);
+        for_each_block(s, moment.block, [&](int, int, int k) { write_metadata(moment, s.row, first + k, b_.blocks[k]); });
+        return b_.blocks;
     }
 
     // --- a row that is one tile and does not fit into the buffers ---------------------------------------------
