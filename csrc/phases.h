@@ -21,9 +21,11 @@ class Phases {
         const auto store_moment = [&](const char* name, const MlStorage& stored, float* x, const Noted& noted,
                                       const Draw& draw) {
             if (!is_scaled(stored)) return;
-            phases.add(std::string("scales of the ") + name, [&] { p.moment_blocks(stored, s, x, noted); });
-            phases.add(std::string("rounding of the ") + name,
-                       [&] { encode(stored, t.cols, s, x, draw, work.blocks, work.codes()); });
+            if (stored.kind != ML_LOG)
+                phases.add(std::string("scales of the ") + name, [&] { fresh_blocks(stored, s, x, noted, work.blocks); });
+            phases.add((stored.kind == ML_LOG ? "scales and rounding of the " : "rounding of the ") + std::string(name), [&] {
+                p.store_moment(stored, s, x, noted, draw, stored.kind == ML_LOG ? nullptr : work.blocks);
+            });
         };
         p.load_gradient(s);
         p.target(s);
@@ -32,8 +34,8 @@ class Phases {
         phases.add("decoding of the second moment", [&] { p.decode_second(s); });
         phases.add("decoding, rule, random numbers", [&] { p.target(s); });
         p.decode_weight(s);
-        if (is_scaled(t.weight)) phases.add("scales of the weight", [&] { p.weight_blocks(s); });
-        const Metadata* const blocks = p.weight_blocks(s);
+        if (is_scaled(t.weight)) phases.add("scales of the weight", [&] { p.weight_blocks(s, false); });
+        const Metadata* const blocks = p.weight_blocks(s, false);
         phases.add(p.inject_ ? "rounding of the weight, injection" : "rounding of the weight",
                    [&] { p.round_weight(s, blocks, false); });
         p.load_gradient(s);
