@@ -58,12 +58,15 @@ inline void for_chunks_together(const Span& span, F&& f) {
     for (int first = 0; first < chunks; first += kRows) f(first, chunks - first < kRows ? chunks - first : kRows);
 }
 
-// The scales of a span's blocks: those that `choose(peaks, first, count)` makes of their largest magnitudes.
+// The scales of a span's blocks: those that `choose(peaks, first, count)` makes of their largest magnitudes. They are stored,
+// unless `dry`.
 template <class Choose>
 inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, const vf* of_chunks, Metadata* blocks,
-                         Choose&& choose) {
+                         bool dry, Choose&& choose) {
+    const int64_t index = metadata_index(s, span);
     const auto finish = [&](vf peaks, int first, int count) {
         const vf scales = choose(peaks, first, count), inverses = 1.0f / (scales * (1.0f / (float)(1 << s.hidden)));
+        if (!dry) write_scales(s, span.row, index + first, scales, count);
         const vi fits = peaks <= scales * s.max_level;
         for (int k = 0; k < count; ++k) {
             Metadata& block = blocks[first + k];
@@ -109,21 +112,13 @@ inline LogSummary log_summary(const MlStorage& s, const float* x, int length) {
     return statistics.summary(s.low_rank);
 }
 
-// New metadata for whole blocks.
+// New metadata for whole blocks; it is stored.
 inline void fresh_blocks(const MlStorage& s, const Span& span, const float* x, const Noted& noted, Metadata* blocks) {
     if (s.kind != ML_LOG)
-        return scale_blocks(s, span, x, noted.peaks, blocks, [&](vf peaks, int, int) {
+        return scale_blocks(s, span, x, noted.peaks, blocks, false, [&](vf peaks, int, int) {
             return scale_for(s, peaks, scale_unit(s, span.row));
         });
-    if constexpr (kLanes >= kRows)
-        if (noted.statistics && are_chunks(s, span))
-            return for_chunks_together(span, [&, walk = ChunkWalk(span)](int first, int count) mutable {
-                LogSummaries chunks(noted.statistics + first, count, s.low_rank);
-                for (int k = 0; k < count && !span.has_whole_chunks(); ++k, walk.next())  // a short block has fewer lanes
-                    if (walk.length() < kChunk) chunks.set(k, log_summary(s, x + walk.start(), walk.length()));
-                const LogBlocks fresh(s, chunks.top, chunks.low, chunks.zeros);
-                for (int k = 0; k < count; ++k) blocks[first + k].log = fresh[k];
-            });
+    const int64_t index = metadata_index(s, span);
     vi tops{}, zeros{}, lows{};
     for_blocks_together(
         span, s.block,
@@ -133,6 +128,7 @@ inline void fresh_blocks(const MlStorage& s, const Span& span, const float* x, c
         },
         [&](int first, int count) {
             const LogBlocks fresh(s, tops, lows, zeros);
+            fresh.write(s, index + first, count);
             for (int k = 0; k < count; ++k) blocks[first + k].log = fresh[k];
         });
 }

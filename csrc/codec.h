@@ -11,7 +11,6 @@
 
 #include <cstddef>
 
-#include "blocks.h"
 #include "chunks.h"
 
 namespace masterless {
@@ -182,14 +181,6 @@ inline MlStorage visible_part(MlStorage s) {
     s.hidden = 0;
     if (is_scaled(s)) s.values = nullptr;
     return s;
-}
-
-inline uint8_t* packed_codes(const MlStorage& s, const Span& span) {
-    return s.codes + span.row * s.row_bytes + packed_offset(span.col, s.bits);
-}
-
-inline uint8_t* packed_hidden_codes(const MlStorage& s, const Span& span) {
-    return s.hidden_codes + span.row * s.hidden_row_bytes + packed_offset(span.col, s.hidden);
 }
 
 // The codes of a span's rows; `adjacent` ones of four bits have their neighbour in the same byte.
