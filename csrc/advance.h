@@ -98,11 +98,12 @@ bool advance_any(const MlTask& task, const Span& span, const Tile& tile) {
 
 // --- whole chunks, in the formats of presets ------------------------------------------------------------------------
 
-// A chunk is gone through in pairs of vectors, half a chunk apart: packed codes of two or four bits that are kHalf elements
+// A chunk is gone through in pairs of vectors, half a chunk apart: packed codes of two or four bits that are half a chunk
 // apart stand in the same byte, four bits apart, so that two vectors of them are read at once.
 constexpr int kHalf = kChunk / 2;
 
-// The codes of a packed chunk: of elements o and, four bits higher, o + kHalf. What stands above a code is another's.
+// The codes of a packed chunk: of elements o and, four bits higher, those half a chunk later. What stands above a code is
+// another's.
 class PackedReader {
   public:
     explicit PackedReader(int bits) : mask_(16 * bits - 1), shift_(bits == 2 ? 2 : 0) {}
@@ -113,6 +114,17 @@ class PackedReader {
     int mask_, shift_;
 };
 
+// Codes as `PackedReader` reads them: two-bit codes of a short chunk become four-bit ones, in the caller's room, for
+// vectors of them need not start where bytes do.
+inline const uint8_t* readable_codes(const uint8_t* data, int bits, int length, uint8_t* room) {
+    if (bits != 2 || length == kChunk) return data;
+    const int height = length / 4;  // 24 at the most
+    const Words64 codes = load_some<Words64>(data, height);
+    store(room, codes & 0x33333333u);
+    store(room + height, (codes >> 2) & 0x33333333u);
+    return room;
+}
+
 // A code whose upper four bits and kFiner lower ones are stored apart; what stands above them is not theirs.
 template <int kFiner>
 inline vi joined(vi upper, vi lower) {
@@ -121,10 +133,10 @@ inline vi joined(vi upper, vi lower) {
 
 // Whether all of a chunk has one scale, and codes that `PackedReader` reads, or bytes.
 inline bool has_chunk_scales(const MlStorage& s, const Span& span) {
-    return is_scaled(s) && !s.values && span.has_whole_chunks() && (s.block == kChunk || s.block == span.length);
+    return is_scaled(s) && !s.values && span.has_even_chunks() && (s.block == kChunk || s.block == span.length);
 }
 inline bool is_packed(const MlStorage& s, const Span& span) {
-    return has_chunk_scales(s, span) && decodes_packed(s, span);
+    return has_chunk_scales(s, span) && has_table_codes(s);
 }
 
 // Which of the stored codes a weight's are that the rule reads; or none.
@@ -139,21 +151,21 @@ inline From stored_codes(const MlStorage& s, const Span& span) {
 class ChunkCursor {
   public:
     ChunkCursor(const MlStorage& s, const Span& span)
-        : block_(metadata_index(s, span)), codes_(packed_codes(s, span)), bytes_((int)packed_offset(kChunk, s.bits)),
-          per_block_(s.block == kChunk ? 1 : span.length / kChunk), left_(per_block_) {}
+        : block_(metadata_index(s, span)), codes_(packed_codes(s, span)), bits_(s.bits),
+          per_block_(s.block == kChunk ? 1 : span.chunks_of_row()), left_(per_block_) {}
 
     int64_t block() const { return block_; }
     const uint8_t* codes() const { return codes_; }
 
-    void next() {
-        codes_ += bytes_;
+    void next(int length) {
+        codes_ += packed_offset(length, bits_);
         if (--left_ == 0) ++block_, left_ = per_block_;
     }
 
   private:
     int64_t block_;
     const uint8_t* codes_;
-    int bytes_, per_block_, left_;
+    int bits_, per_block_, left_;
 };
 
 // The levels of a scaled format of few bits, in units of the scale; otherwise nothing.
@@ -170,6 +182,7 @@ struct ChunkTables {
     vf weight, first, kept, before;  // of the weight: what stays of it; or the scale, if it has no table
     const uint8_t *weight_codes, *finer_codes, *first_codes, *second_codes;  // finer: the lower bits of a weight's
     uint64_t random;
+    int start, half;   // in the span; half its length
     bool may_be_zero;  // some second moment, before or after
 };
 
@@ -189,30 +202,38 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     const vf largest = splat(kLargest), weight_levels = *b.weight_levels, first_levels = *b.first_levels;
     const vi weight_zero = splat(task.weight.zero_code);
     const uint8_t* const hidden = kWeight == From::kHidden ? packed_hidden_codes(task.weight, span) : nullptr;
-    const PackedReader weights(kInTwo ? 4 : task.weight.bits), finer(kFiner), firsts(task.first.bits),
-        seconds(task.second.bits);
+    const PackedReader of_weights(kInTwo ? 4 : task.weight.bits), of_finer(kFiner), of_firsts(task.first.bits),
+        of_seconds(task.second.bits), of_short_chunks(4);
     ChunkCursor weight_at(task.weight, span), first_at(task.first, span), second_at(task.second, span);
     Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight, next_first = b.next_first,
              next_second = b.next_second;
     vi largest_target{};
-    for (int group = 0; group * kChunk < span.n; group += kTogether) {
-        const int chunks = span.n / kChunk - group < kTogether ? span.n / kChunk - group : kTogether;
+    ChunkWalk walk(span);
+    const int all_chunks = span.chunks();
+    for (int group = 0; group < all_chunks; group += kTogether) {
+        const int chunks = all_chunks - group < kTogether ? all_chunks - group : kTogether;
         ChunkTables tables[kTogether];
-        for (int k = 0; k < chunks; ++k) {
+        uint8_t rooms[kTogether][3][kChunk];
+        for (int k = 0; k < chunks; ++k, walk.next()) {
             ChunkTables& t = tables[k];
+            const int length = walk.length();
+            t.start = walk.start(), t.half = length / 2;
             t.random = chunk_word(task.weight.key, span.chunk + (uint64_t)(group + k));
             if (kWeightStored) {
                 const float scale = read_scale(task.weight, span.row, weight_at.block());
                 t.weight = kWeight == From::kTable    ? weight_levels * scale * c.decay
                            : kWeight == From::kHidden ? splat(scale * (1.0f / (1 << kFiner)))
                                                       : splat(scale);
-                t.weight_codes = weight_at.codes(), weight_at.next();
-                if (kInTwo) t.finer_codes = kWeight == From::kSix ? t.weight_codes + kHalf : hidden + (group + k) * kHalf;
+                t.weight_codes = weight_at.codes(), weight_at.next(length);
+                if (kWeight == From::kTable) t.weight_codes = readable_codes(t.weight_codes, task.weight.bits, length, rooms[k][0]);
+                if (kWeight == From::kSix) t.finer_codes = readable_codes(t.weight_codes + t.half, 2, length, rooms[k][0]);
+                if (kWeight == From::kHidden) t.finer_codes = hidden + t.start / 2;
             }
             if (kPacked) {
                 t.first = first_levels * read_scale(task.first, span.row, first_at.block());
                 if (Rule::kTakesKept) t.first = t.first * c.keep1;
-                t.first_codes = first_at.codes(), first_at.next();
+                t.first_codes = readable_codes(first_at.codes(), task.first.bits, length, rooms[k][1]);
+                first_at.next(length);
             }
             t.may_be_zero = true;
             if (kSecondPacked) {
@@ -221,22 +242,27 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                 t.kept = levels * c.keep2;
                 if (kCarries) t.before = root_before(levels, c);
                 t.may_be_zero = !all(t.kept > 0.0f);
-                t.second_codes = second_at.codes(), second_at.next();
+                t.second_codes = readable_codes(second_at.codes(), task.second.bits, length, rooms[k][2]);
+                second_at.next(length);
             }
         }
         for (int k = 0; k < chunks; ++k) {
-            const int chunk = group + k, start = chunk * kChunk;
             const ChunkTables& t = tables[k];
+            const int chunk = group + k, start = t.start;
             const vf weight_table = t.weight, first_table = t.first, kept_table = t.kept, before_table = t.before;
             ChunkRandom random(t.random);
             next_first.ask_for_all();
             next_second.ask_for_all();
             if (kWeight != From::kPlace) next_weight.ask_for_all();
-            const auto advance = [&](bool may_be_zero) __attribute__((always_inline)) {
+            // Inlined once for every kind of chunk: what is known of it is then no variable.
+            const auto advance = [&](bool is_short, bool may_be_zero) __attribute__((always_inline)) {
+                const int half = is_short ? t.half : kHalf;
+                const PackedReader &weights = is_short ? of_short_chunks : of_weights, &finer = is_short ? of_short_chunks : of_finer,
+                                   &firsts = is_short ? of_short_chunks : of_firsts, &seconds = is_short ? of_short_chunks : of_seconds;
                 vi weight_peak{};
                 vf first_peak{};
                 LogChunk statistics;
-                for (int i = 0; i < kHalf; i += kLanes) {
+                for (int i = 0; i < half; i += kLanes) {
                     vi weight_codes{}, finer_codes{}, first_codes{}, second_codes{};
                     if (kWeight == From::kTable || kInTwo) weight_codes = weights.pair(t.weight_codes, i);
                     if (kInTwo) finer_codes = finer.pair(t.finer_codes, i);
@@ -244,7 +270,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                     if (kSecondPacked) second_codes = seconds.pair(t.second_codes, i);
 #pragma GCC unroll 2
                     for (int j = 0; j < 2; ++j) {
-                        const int o = j * kHalf + i, e = start + o;
+                        const int o = j * half + i, e = start + o;
                         next_gradient.ask_for(o * (kNarrow ? 2 : 4));
                         if (kWeight == From::kPlace) next_weight.ask_for(o * 4);
                         vf w;
@@ -285,7 +311,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                             store(b.v + e, u.second);
                             may_be_zero ? statistics.add(bits(u.second), o) : statistics.add_positive(bits(u.second), o);
                         }
-                        store(b.words + e, random.at(j * kHalf));
+                        store(b.words + e, random.at(j * half));
                     }
                     random.advance();
                 }
@@ -295,14 +321,17 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                 if (kCoarse) {
                     if (!may_be_zero) statistics.close_positive();
                     if (!all(statistics.top() < 0x7F800000))  // rare: what overflows stops short of infinity
-                        for (int e = start; e < start + kChunk; e += kLanes)
+                        for (int e = start; e < start + 2 * half; e += kLanes)
                             store(b.v + e, min(load<vf>(b.v + e), largest));
                     b.second_statistics[chunk] = statistics;
                 }
             };
-            kSecondPacked && !t.may_be_zero ? advance(false) : advance(true);
-            next_gradient.at += kChunk * (kNarrow ? 2 : 4);
-            if (kWeight == From::kPlace) next_weight.at += kChunk * 4;
+            if (t.half < kHalf)
+                advance(true, true);
+            else
+                kSecondPacked && !t.may_be_zero ? advance(false, false) : advance(false, true);
+            next_gradient.at += 2 * t.half * (kNarrow ? 2 : 4);
+            if (kWeight == From::kPlace) next_weight.at += 2 * t.half * 4;
         }
     }
     return horizontal_max(largest_target) < 0x7F800000;

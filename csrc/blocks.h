@@ -37,32 +37,36 @@ inline void for_blocks_together(const Span& span, int64_t block_length, Look&& l
     if (left) finish(last + 1 - left, left);
 }
 
-// The largest magnitude of a block as its scale needs it, of the chunks' where those are known (whole chunks only).
-inline float block_peak(const MlStorage& s, const float* x, int e, int length, const vf* of_chunks) {
-    if (!of_chunks || length % kChunk || s.negative_factor != 1.0f) return block_peak(s, x + e, length);
+// The largest magnitude of a block as its scale needs it, of the chunks' where those are known and its own.
+inline float block_peak(const MlStorage& s, const Span& span, const float* x, int e, int length, const vf* of_chunks) {
+    if (!of_chunks || s.negative_factor != 1.0f || (s.block % kChunk && s.block != span.length)) return block_peak(s, x + e, length);
+    const int row = e / span.length, first = row * span.chunks_of_row() + (e - row * span.length) / kChunk;
     vf peak{};
-    for (int i = e / kChunk; i < (e + length) / kChunk; ++i) peak = max(peak, of_chunks[i]);
+    for (int i = 0; i * kChunk < length; ++i) peak = max(peak, of_chunks[first + i]);
     return horizontal_max(peak);
 }
 
 // Whether the blocks of a span are its chunks, and vectors long enough to look at kRows of them at once.
 inline bool are_chunks(const MlStorage& s, const Span& span) {
-    return kLanes >= kRows && s.block == kChunk && span.has_whole_chunks();
+    return kLanes >= kRows && s.block == kChunk && span.has_even_chunks();
 }
 
 // Calls f(first, count) for the chunks of a span, up to kRows at a time.
 template <class F>
 inline void for_chunks_together(const Span& span, F&& f) {
-    const int chunks = span.n / kChunk;
+    const int chunks = span.chunks();
     for (int first = 0; first < chunks; first += kRows) f(first, chunks - first < kRows ? chunks - first : kRows);
 }
 
-// The scales of a span's blocks: those that `choose(peaks, first, count)` makes of their largest magnitudes.
+// The scales of a span's blocks: those that `choose(peaks, first, count)` makes of their largest magnitudes. They are stored,
+// unless `dry`.
 template <class Choose>
 inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, const vf* of_chunks, Metadata* blocks,
-                         Choose&& choose) {
+                         bool dry, Choose&& choose) {
+    const int64_t index = metadata_index(s, span);
     const auto finish = [&](vf peaks, int first, int count) {
         const vf scales = choose(peaks, first, count), inverses = 1.0f / (scales * (1.0f / (float)(1 << s.hidden)));
+        if (!dry) write_scales(s, span.row, index + first, scales, count);
         const vi fits = peaks <= scales * s.max_level;
         for (int k = 0; k < count; ++k) {
             Metadata& block = blocks[first + k];
@@ -92,7 +96,7 @@ inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, c
         }
     vf peaks{};
     for_blocks_together(
-        span, s.block, [&](int e, int length, int k) { peaks[k] = block_peak(s, x, e, length, of_chunks); },
+        span, s.block, [&](int e, int length, int k) { peaks[k] = block_peak(s, span, x, e, length, of_chunks); },
         [&](int first, int count) { finish(peaks, first, count); });
 }
 
@@ -102,33 +106,29 @@ struct Noted {
     const LogChunk* statistics = nullptr;
 };
 
-// New metadata for whole blocks.
+inline LogSummary log_summary(const MlStorage& s, const float* x, int length) {
+    LogStatistics statistics(length);
+    statistics.add(x, length);
+    return statistics.summary(s.low_rank);
+}
+
+// New metadata for whole blocks; it is stored.
 inline void fresh_blocks(const MlStorage& s, const Span& span, const float* x, const Noted& noted, Metadata* blocks) {
     if (s.kind != ML_LOG)
-        return scale_blocks(s, span, x, noted.peaks, blocks, [&](vf peaks, int, int) {
+        return scale_blocks(s, span, x, noted.peaks, blocks, false, [&](vf peaks, int, int) {
             return scale_for(s, peaks, scale_unit(s, span.row));
         });
-    if constexpr (kLanes >= kRows)
-        if (noted.statistics && are_chunks(s, span))
-            return for_chunks_together(span, [&](int first, int count) {
-                const LogSummaries chunks(noted.statistics + first, count, s.low_rank);
-                const LogBlocks fresh(s, chunks.top, chunks.low, chunks.zeros);
-                for (int k = 0; k < count; ++k) blocks[first + k].log = fresh[k];
-            });
+    const int64_t index = metadata_index(s, span);
     vi tops{}, zeros{}, lows{};
     for_blocks_together(
         span, s.block,
         [&](int e, int length, int k) {
-            const auto look = [&] {
-                LogStatistics statistics(length);
-                statistics.add(x + e, length);
-                return statistics.summary(s.low_rank);
-            };
-            const LogSummary block = noted.statistics && length == kChunk ? noted.statistics[e / kChunk].summary(s.low_rank) : look();
+            const LogSummary block = log_summary(s, x + e, length);
             tops[k] = block.top, zeros[k] = block.zeros, lows[k] = block.low;
         },
         [&](int first, int count) {
             const LogBlocks fresh(s, tops, lows, zeros);
+            fresh.write(s, index + first, count);
             for (int k = 0; k < count; ++k) blocks[first + k].log = fresh[k];
         });
 }

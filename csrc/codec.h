@@ -11,7 +11,6 @@
 
 #include <cstddef>
 
-#include "blocks.h"
 #include "chunks.h"
 
 namespace masterless {
@@ -65,9 +64,11 @@ inline void encode_bf16(uint16_t* out, const float* x, int n, const ChunkDraw* d
 // --- scaled formats -----------------------------------------------------------------------------------------
 
 // Codes that a table can decode without unpacking: its lookup takes no notice of what stands above a code.
+inline bool has_table_codes(const MlStorage& s) {
+    return (s.bits == 2 || s.bits == 4) && s.bits <= kTableBits && !s.hidden && !s.adjacent;
+}
 inline bool decodes_packed(const MlStorage& s, const Span& span) {
-    return (s.bits == 2 || s.bits == 4) && s.bits <= kTableBits && !s.hidden && !s.adjacent && s.block >= kChunk &&
-           span.length % kChunk == 0;
+    return has_table_codes(s) && s.block >= kChunk && span.has_whole_chunks();
 }
 
 template <int kBits>
@@ -180,14 +181,6 @@ inline MlStorage visible_part(MlStorage s) {
     s.hidden = 0;
     if (is_scaled(s)) s.values = nullptr;
     return s;
-}
-
-inline uint8_t* packed_codes(const MlStorage& s, const Span& span) {
-    return s.codes + span.row * s.row_bytes + packed_offset(span.col, s.bits);
-}
-
-inline uint8_t* packed_hidden_codes(const MlStorage& s, const Span& span) {
-    return s.hidden_codes + span.row * s.hidden_row_bytes + packed_offset(span.col, s.hidden);
 }
 
 // The codes of a span's rows; `adjacent` ones of four bits have their neighbour in the same byte.

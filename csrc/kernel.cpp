@@ -202,11 +202,7 @@ void encode_all(const MlStorage& s, int64_t rows, int64_t cols, const void* in, 
                 write_metadata(s, row, row, work.blocks[0]);
             }
             for_each_part(row, col, n, [&](const Span& span) {
-                if (n <= kMaxSpan) {
-                    const int64_t first = metadata_index(s, span);
-                    fresh_blocks(s, span, work.w, Noted{}, work.blocks);
-                    for_each_block(span, s.block, [&](int, int, int k) { write_metadata(s, row, first + k, work.blocks[k]); });
-                }
+                if (n <= kMaxSpan) fresh_blocks(s, span, work.w, Noted{}, work.blocks);
                 encode(s, cols, span, work.w, Draw{}, work.blocks, work.codes());
             });
         }

@@ -85,13 +85,18 @@ class LogChunk {
 struct LogSummaries {
     vi top, low, zeros;
 
+    void set(int k, const LogSummary& block) { top[k] = block.top, low[k] = block.low, zeros[k] = block.zeros; }
+
     LogSummaries(const LogChunk* chunks, int count, int rank) {
         static_assert(kRows == kLogLanes, "lanes of a vector are lanes of a block");
         const auto smaller = [](vu a, vu b) { return min(a, b); };
         const auto larger = [](vi a, vi b) { return max(a, b); };
         // A number that overflowed was stored as the largest one.
         top = min(fold_rows(count, [=](int k) { return chunks[k].top(); }, larger), splat(0x7F7FFFFF));
-        zeros = fold_rows(count, [=](int k) { return chunks[k].lowest(); }, smaller) == 0u;
+        const auto lowest = [=](int k) { return chunks[k].lowest(); };
+        vu least = lowest(0);
+        for (int k = 1; k < count; ++k) least = min(least, lowest(k));
+        zeros = all(least != 0u) ? vi{} : (vi)(fold_rows(count, lowest, smaller) == 0u);
         const auto minima = [=](int k) { return chunks[k].minima(); };
         if (rank == 0) {
             low = (vi)(fold_rows(count, minima, smaller) + 1u);
@@ -108,6 +113,14 @@ struct LogSummaries {
         }
     }
 };
+
+// Of chunks that nobody has looked at.
+__attribute__((noinline)) inline LogSummaries look_at_chunks(const float* x, int count, int rank) {
+    LogChunk chunks[kRows];
+    for (int k = 0; k < count; ++k)
+        for (int o = 0; o < kChunk; o += kLanes) chunks[k].add(load<vi>(x + k * kChunk + o), o);
+    return LogSummaries(chunks, count, rank);
+}
 
 }  // namespace MASTERLESS_ISA
 }  // namespace masterless

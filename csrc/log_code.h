@@ -179,6 +179,17 @@ struct LogBlocks {
     LogBlock operator[](int k) const {
         return {top[k], step[k], zeros[k] != 0, {curves.linear[k], curves.square[k], curves.inverse[k]}};
     }
+
+    // -1 for a block with neither zeros nor levels where floats end.
+    vi are_plain(int bits) const {
+        return (zeros == 0) & ((top >> kStepUnit) > (step << bits)) & (top < (int32_t)kBf16Max);
+    }
+
+    // Those of the first `count` lanes.
+    void write(const MlStorage& s, int64_t index, int count) const {
+        store_some_halves((uint16_t*)s.top + index, upper_half(top), count);
+        store_some_halves((uint16_t*)s.step + index, upper_half((step << 16) | (zeros & (int32_t)0x80000000)), count);
+    }
 };
 
 // What the codes of a block stand for, by code modulo 2^bits.
@@ -196,9 +207,6 @@ class LogCodes {
         : has_zeros_(block.zero_flag || block.top == 0), is_extreme_(is_extreme), last_((1 << bits) - 1 - block.zero_flag),
           zero_code_(block.zero_flag ? (1 << bits) - 1 : 0) {}
 
-    // Neither zeros, nor levels where floats end.
-    bool is_plain() const { return !has_zeros_ && !is_extreme_; }
-
     vi with_zeros(vf x, vi code) const {
         if (!has_zeros_) return code;
         return select(bits(x) > 0, min(code, splat(last_)), splat(zero_code_));
@@ -210,22 +218,29 @@ class LogCodes {
     int32_t last_, zero_code_;
 };
 
+// distance / step, by the reciprocal of the step's units: a = distance / 2^13 has at most 19 bits and (a + 1/2) / units stays
+// 2^-20 (relative) away from every integer, which one or two roundings cannot bridge.
+inline vi steps_in(vu distance, vf reciprocal) {
+    const vf a = to_float((vi)(distance >> kStepUnit));
+    return to_int(kHasFma ? fma(a, reciprocal, 0.5f * reciprocal) : (a + 0.5f) * reciprocal);
+}
+
 class LogGrid : public LogCodes {
   public:
     LogGrid(const LogBlock& block, int bits)
         : LogCodes(block, bits, (block.top >> kStepUnit) <= (block.step << bits) || block.top == (int32_t)kBf16Max),
           top_(splat(block.top)),
           floor_(splat((int32_t)(block.top > 0))),
-          step_(splat(block.step << kStepUnit)),
+          step_(splat(block.step) << kStepUnit),
           units_(splat((uint32_t)block.step)),
-          reciprocal_(splat(block.curve.inverse * (float)(1 << kStepUnit))),
-          curve_(block.curve) {}
+          reciprocal_(splat(block.curve.inverse) * (float)(1 << kStepUnit)),
+          linear_(splat(block.curve.linear)),
+          square_(splat(block.curve.square)) {}
 
-    template <int kRounding, bool kPlain = false>
+    template <int kRounding>
     vi encode(vf x, vf threshold) const {
-        const bool is_extreme = !kPlain && is_extreme_;
         vi depth = top_ - bits(x);
-        if (is_extreme) depth = max(depth, vi{});
+        if (is_extreme_) depth = max(depth, vi{});
         vi code;
         if (kRounding == ML_NEAREST) {
             code = steps_in((vu)depth + (units_ << (kStepUnit - 1)));
@@ -234,13 +249,13 @@ class LogGrid : public LogCodes {
         } else if (kRounding == ML_STOCHASTIC) {
             code = steps_in((vu)depth);
             const vf rest = to_float(depth - (vi)((vu)code * (vu)step_));
-            vi down = rest * (curve_.linear - curve_.square * rest) > threshold;
-            if (is_extreme) down |= bits(x) == 1;  // where levels end at the smallest float, that is one of them
+            vi down = rest * (linear_ - square_ * rest) > threshold;
+            if (is_extreme_) down |= bits(x) == 1;  // where levels end at the smallest float, that is one of them
             code = select(down, code + 1, code);
         } else {
             code = steps_in((vu)depth);
             vi upper_bits = below_top(code), lower_bits = upper_bits - step_;
-            if (is_extreme) upper_bits = max(upper_bits, floor_), lower_bits = max(lower_bits, floor_);
+            if (is_extreme_) upper_bits = max(upper_bits, floor_), lower_bits = max(lower_bits, floor_);
             const vf upper = from_bits(upper_bits), lower = from_bits(lower_bits);
             code = select(x - lower <= threshold * kThresholdUnit * (upper - lower), code + 1, code);
         }
@@ -256,17 +271,11 @@ class LogGrid : public LogCodes {
     // Modulo 2^32, which is right because the true value is above -2^31.
     vi below_top(vi code) const { return (vi)((vu)top_ - (vu)code * (vu)step_); }
 
-    // distance / step: a = distance / 2^13 has at most 19 bits and (a + 1/2) / units stays 2^-20 (relative) away from
-    // every integer, which one or two roundings cannot bridge.
-    vi steps_in(vu distance) const {
-        const vf a = to_float((vi)(distance >> kStepUnit));
-        return to_int(kHasFma ? fma(a, reciprocal_, 0.5f * reciprocal_) : (a + 0.5f) * reciprocal_);
-    }
+    vi steps_in(vu distance) const { return masterless::steps_in(distance, reciprocal_); }
 
     vi top_, floor_, step_;
     vu units_;
-    vf reciprocal_;
-    LogCurve curve_;
+    vf reciprocal_, linear_, square_;
 };
 
 // The same for two-bit codes, where two comparisons find the interval: same result, fewer operations.
@@ -274,8 +283,9 @@ class TwoBitLogGrid : public LogCodes {
   public:
     TwoBitLogGrid(const LogBlock& block, int bits)
         : LogCodes(block, bits, block.top <= 3 * (block.step << kStepUnit)), top_(splat(block.top)),
-          step_(splat(block.step << kStepUnit)), second_(block.top - step_), third_(second_ - step_),
-          uppers_(from_bits(block.top - (lane_numbers() & 3) * step_)), curve_(block.curve) {}
+          step_(splat(block.step) << kStepUnit), second_(top_ - step_), third_(second_ - step_),
+          uppers_(from_bits(top_ - (lane_numbers() & 3) * step_)), linear_(splat(block.curve.linear)),
+          square_(splat(block.curve.square)) {}
 
     template <int kRounding>
     vi encode(vf x, vf threshold) const {
@@ -283,28 +293,59 @@ class TwoBitLogGrid : public LogCodes {
         const vi interval = select(bits(x) <= third_, splat(2), select(bits(x) <= second_, splat(1), vi{}));
         // Below the lowest level everything goes down: code 3.
         const vf rest = to_float(min(bits(lookup(uppers_, interval)) - bits(x), step_));
-        vi down = rest * (curve_.linear - curve_.square * rest) > threshold;
+        vi down = rest * (linear_ - square_ * rest) > threshold;
         if (is_extreme_) down |= bits(x) == 1;
         return select(down, interval + 1, interval);
-    }
-
-    // The same of a plain block: the codes, times `unit`, are added to `sum`. No code is ever in a register of its own.
-    vi add_plain(vf x, vf threshold, int32_t unit, vi sum) const {
-        const vi second = bits(x) <= second_, third = bits(x) <= third_;
-        vi depth = top_ - bits(x);
-        depth = select(second, depth - step_, depth);
-        depth = select(third, depth - step_, depth);
-        const vf rest = to_float(min(depth, step_));
-        const vi down = rest * (curve_.linear - curve_.square * rest) > threshold;
-        sum = select(second, sum + unit, sum);
-        sum = select(third, sum + unit, sum);
-        return select(down, sum + unit, sum);
     }
 
   private:
     vi top_, step_, second_, third_;  // float bits; of the uppermost numbers of the second and third interval
     vf uppers_;                       // of the intervals
-    LogCurve curve_;
+    vf linear_, square_;
+};
+
+// Lane k of some blocks that is plain (`LogBlocks::are_plain`), rounded stochastically: nothing but vectors.
+class PlainLogGrid {
+  public:
+    PlainLogGrid(const LogBlocks& blocks, int k, int bits)
+        : top_(held(splat(blocks.top[k]))), step_(held(splat(blocks.step[k])) << kStepUnit),
+          reciprocal_(held(splat(blocks.curves.inverse[k])) * (float)(1 << kStepUnit)),
+          linear_(held(splat(blocks.curves.linear[k]))), square_(held(splat(blocks.curves.square[k]))),
+          last_(splat((1 << bits) - 1)) {}
+
+    vi encode(vf x, vf threshold) const {
+        const vi depth = top_ - bits(x), code = steps_in((vu)depth, reciprocal_);
+        const vf rest = to_float(depth - (vi)((vu)code * (vu)step_));
+        return min(select(rest * (linear_ - square_ * rest) > threshold, code + 1, code), last_);
+    }
+
+  private:
+    vi top_, step_;
+    vf reciprocal_, linear_, square_;
+    vi last_;
+};
+
+// Likewise of two bits: the codes, times `unit`, are added to `sums`. No code is ever in a register of its own.
+class PlainTwoBitLogGrid {
+  public:
+    PlainTwoBitLogGrid(const LogBlocks& blocks, int k, int)
+        : top_(held(splat(blocks.top[k]))), step_(held(splat(blocks.step[k])) << kStepUnit), second_(top_ - step_),
+          third_(second_ - step_), linear_(held(splat(blocks.curves.linear[k]))),
+          square_(held(splat(blocks.curves.square[k]))) {}
+
+    void add(vf x, vf threshold, int unit, ByteSums& sums) const {
+        const vm second = at_most(bits(x), second_), third = at_most(bits(x), third_);
+        const vi depth = subtract_where(third, subtract_where(second, top_ - bits(x), step_), step_);
+        const vf rest = to_float(min(depth, step_));
+        const vm down = exceeds(rest * (linear_ - square_ * rest), threshold);
+        sums.add(second, unit);
+        sums.add(third, unit);
+        sums.add(down, unit);
+    }
+
+  private:
+    vi top_, step_, second_, third_;
+    vf linear_, square_;
 };
 
 }  // namespace MASTERLESS_ISA

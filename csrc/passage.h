@@ -101,7 +101,7 @@ RuleFunction chunks(const MlTask& task, const Passage& how, bool narrow, bool in
 inline Passage passage(const MlTask& t, const Scalars& c, const Span& span, bool narrow, bool in_place, bool injects) {
     Passage how;
     const bool in_weight_units = t.rule == ML_ADAM_WEIGHT_UNITS, in_update_units = t.rule == ML_ADAM_UPDATE_UNITS;
-    const bool usual = span.has_whole_chunks() && is_scaled(t.first) && !t.maximize && !t.has_l2 && c.has_eps_square &&
+    const bool usual = span.has_even_chunks() && is_scaled(t.first) && !t.maximize && !t.has_l2 && c.has_eps_square &&
                        (t.second.kind == ML_LOG || t.second.kind == ML_FACTORED) &&
                        (in_weight_units ? t.step_size == 1.0f : in_update_units || t.rule == ML_ADAM) &&
                        (injects ? in_weight_units && !in_place : !t.pays_back || t.payback == 0.0f) &&

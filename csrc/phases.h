@@ -18,11 +18,14 @@ class Phases {
         Pipeline p(t, work, nullptr, nullptr, true);
         const Span s = p.span(0, 0, t.cols < kSpan ? t.cols : kSpan);
         Phases phases(repeats, s.n);
-        const auto store_moment = [&](const char* name, const MlStorage& stored, float* x, const Draw& draw) {
+        const auto store_moment = [&](const char* name, const MlStorage& stored, float* x, const Noted& noted,
+                                      const Draw& draw) {
             if (!is_scaled(stored)) return;
-            phases.add(std::string("scales of the ") + name, [&] { fresh_blocks(stored, s, x, Noted{}, work.blocks); });
-            phases.add(std::string("rounding of the ") + name,
-                       [&] { encode(stored, t.cols, s, x, draw, work.blocks, work.codes()); });
+            if (stored.kind != ML_LOG)
+                phases.add(std::string("scales of the ") + name, [&] { fresh_blocks(stored, s, x, noted, work.blocks); });
+            phases.add((stored.kind == ML_LOG ? "scales and rounding of the " : "rounding of the ") + std::string(name), [&] {
+                p.store_moment(stored, s, x, noted, draw, stored.kind == ML_LOG ? nullptr : work.blocks);
+            });
         };
         p.load_gradient(s);
         p.target(s);
@@ -31,15 +34,18 @@ class Phases {
         phases.add("decoding of the second moment", [&] { p.decode_second(s); });
         phases.add("decoding, rule, random numbers", [&] { p.target(s); });
         p.decode_weight(s);
-        if (is_scaled(t.weight)) phases.add("scales of the weight", [&] { p.weight_blocks(s); });
-        const Metadata* const blocks = p.weight_blocks(s);
+        if (is_scaled(t.weight)) phases.add("scales of the weight", [&] { p.weight_blocks(s, false); });
+        const Metadata* const blocks = p.weight_blocks(s, false);
         phases.add(p.inject_ ? "rounding of the weight, injection" : "rounding of the weight",
                    [&] { p.round_weight(s, blocks, false); });
         p.load_gradient(s);
         p.target(s);
-        if (p.has_first_) store_moment("first moment", t.first, work.m, p.first_draw_);
-        store_moment("second moment", t.second, work.v, p.second_draw_);
-        phases.add("all", [&] { p.step(0, 0, s.n); });
+        if (p.has_first_) store_moment("first moment", t.first, work.m, p.noted_first_, p.first_draw_);
+        store_moment("second moment", t.second, work.v, p.noted_second_, p.second_draw_);
+        phases.add("all", [&] {
+            ++t.weight.key;  // thousands of steps with the same random numbers would lead somewhere
+            p.step(0, 0, s.n);
+        });
         const auto chain = [&] {  // of dependent multiplications, each of three cycles
             uint64_t x = 1, factor = (uint64_t)s.n | 1;
             for (int i = 0; i < s.n; i += 3) {

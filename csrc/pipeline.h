@@ -243,21 +243,17 @@ class Pipeline {
     // Stores the target (unless `dry`), and injects what rounding lost into the first moment.
     void round_weight(const Span& s, const Metadata* known, bool dry) {
         const MlStorage& weight = t_.weight;
-        const Metadata* blocks = known ? known : weight_blocks(s);
+        const Metadata* blocks = known ? known : weight_blocks(s, false);
         Injection inject = inject_ ? Injection{b_.m, splat(t_.inject)} : Injection{};
         if (inject && noted_first_.peaks) {
             if (is_scaled(weight) && !weight.values) {
                 inject.peaks = b_.first_peaks;
-                std::fill_n(b_.first_peaks, s.n / kChunk, vf{});
+                std::fill_n(b_.first_peaks, s.chunks(), vf{});
             } else {
                 noted_first_.peaks = nullptr;  // plain weights do not note them
             }
         }
         encode(weight, t_.cols, s, w_, weight_draw_, blocks, b_.codes(), inject, dry);
-        if (is_scaled(weight) && !known) {
-            const int64_t first = metadata_index(weight, s);
-            for_each_block(s, weight.block, [&](int, int, int k) { write_metadata(weight, s.row, first + k, blocks[k]); });
-        }
         if (inject) clear_rest(s, b_.m);
         if (inject && t_.first.kind == ML_FLOAT32) saturate(b_.m, s.n);
     }
@@ -268,12 +264,12 @@ class Pipeline {
         for (int e = 0; e < n; e += kLanes) store(x + e, min(max(load<vf>(x + e), -largest), largest));
     }
 
-    // The weight's scales under its policy.
-    const Metadata* weight_blocks(const Span& s) {
+    // The weight's scales under its policy; stored, unless `dry`.
+    const Metadata* weight_blocks(const Span& s, bool dry) {
         const MlStorage& weight = t_.weight;
         if (!is_scaled(weight)) return nullptr;
         const int64_t first = metadata_index(weight, s);
-        scale_blocks(weight, s, b_.w, noted_weight_.peaks, b_.blocks, [&](vf peaks, int at, int count) {
+        scale_blocks(weight, s, b_.w, noted_weight_.peaks, b_.blocks, dry, [&](vf peaks, int at, int count) {
             const vf held = read_scales(weight, s.row, first + at, count);
             return next_scale(weight, t_.scale_policy, peaks, held, scale_unit(weight, s.row));
         });
@@ -282,15 +278,9 @@ class Pipeline {
 
     void store_moment(const MlStorage& moment, const Span& s, const float* x, const Noted& noted, const Draw& draw,
                       const Metadata* known) {
-        const Metadata* blocks = known;
-        if (!known && is_scaled(moment)) {
-            const int64_t first = metadata_index(moment, s);
-            fresh_blocks(moment, s, x, noted, b_.blocks);
-            for_each_block(s, moment.block,
-                           [&](int, int, int k) { write_metadata(moment, s.row, first + k, b_.blocks[k]); });
-            blocks = b_.blocks;
-        }
-        encode(moment, t_.cols, s, x, draw, blocks, b_.codes());
+        if (!known && store_log_chunks(moment, s, x, noted.statistics, draw)) return;
+        if (!known && is_scaled(moment)) fresh_blocks(moment, s, x, noted, b_.blocks);
+        encode(moment, t_.cols, s, x, draw, known ? known : b_.blocks, b_.codes());
     }
 
     // --- a row that is one tile and does not fit into the buffers ---------------------------------------------
@@ -348,7 +338,7 @@ class Pipeline {
     }
 
     void round_weight_dry(const Span& s, const Metadata* known) {
-        round_weight(s, known ? known : weight_blocks(s), true);
+        round_weight(s, known ? known : weight_blocks(s, true), true);
     }
 
     MlTask& t_;

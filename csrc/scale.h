@@ -48,6 +48,13 @@ inline void write_scale(const MlStorage& s, int64_t row, int64_t index, float sc
     }
 }
 
+// As many as `count`, one a lane.
+inline void write_scales(const MlStorage& s, int64_t row, int64_t index, vf scales, int count) {
+    if (s.scale_kind != ML_SCALE_FP32 && s.scale_kind < ML_SCALE_E8M0)
+        return store_some_halves((uint16_t*)s.scale + index, upper_half(bits(scales)), count);
+    for (int k = 0; k < count; ++k) write_scale(s, row, index + k, scales[k]);
+}
+
 inline vf round_e4m3_up(vf scale, float unit) {
     const vf q = select(scale > 0.0f, max(scale / unit, splat(kE4m3Step)), vf{});
     const vf normal = from_bits((bits(q) + 0xFFFFF) & ~0xFFFFF);

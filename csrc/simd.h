@@ -106,6 +106,16 @@ inline V alternate(V a, V b) {
 #endif
 }
 
+// x, in a register from here on: GCC reads what was loaded from memory again wherever it is used, and computes with numbers
+// that were spread before it spreads them, in other registers.
+template <class V>
+inline V held(V x) {
+#if defined(__AVX2__)
+    __asm__("" : "+v"(x));
+#endif
+    return x;
+}
+
 inline vf magnitude(vf x) { return from_bits(bits(x) & 0x7FFFFFFF); }
 
 // A float of this size has no fraction, so adding kShift to a smaller number rounds that to an integer, which then
@@ -135,6 +145,13 @@ inline vi load_some_halves(const uint16_t* p, int n) {
     for (int i = 0; i < n; ++i) halves[i] = p[i];
     return halves;
 #endif
+}
+
+// The first n of a vector's halves; mostly eight.
+inline void store_some_halves(uint16_t* p, vh halves, int n) {
+    constexpr int kUsual = kLanes < 8 ? kLanes : 8;
+    if (n == kUsual) return (void)std::memcpy(p, &halves, kUsual * sizeof(uint16_t));
+    std::memcpy(p, &halves, (size_t)n * sizeof(uint16_t));
 }
 
 template <class V>
@@ -276,6 +293,40 @@ inline bool all(vi mask) {
 }
 #endif
 #endif
+
+// Lanes that a comparison holds for, and what is done there alone. GCC takes masks of AVX-512 through vectors where it is
+// left to itself.
+#if defined(__AVX512F__)
+typedef __mmask16 vm;
+inline vm at_most(vi a, vi b) { return _mm512_cmple_epi32_mask((__m512i)a, (__m512i)b); }
+inline vm exceeds(vf a, vf b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ); }
+inline vi subtract_where(vm where, vi a, vi b) {
+    return (vi)_mm512_mask_sub_epi32((__m512i)a, where, (__m512i)a, (__m512i)b);
+}
+#else
+typedef vi vm;
+inline vm at_most(vi a, vi b) { return a <= b; }
+inline vm exceeds(vf a, vf b) { return a > b; }
+inline vi subtract_where(vm where, vi a, vi b) { return a - (where & b); }
+#endif
+
+// A byte for every lane, of which masks add up.
+class ByteSums {
+  public:
+#if defined(__AVX512F__)
+    void add(vm where, int unit) { sums_ = _mm_mask_add_epi8(sums_, where, sums_, _mm_set1_epi8((char)unit)); }
+    void store(uint8_t* p) const { _mm_storeu_si128((__m128i*)p, sums_); }
+
+  private:
+    __m128i sums_ = _mm_setzero_si128();
+#else
+    void add(vm where, int unit) { sums_ += where & unit; }
+    void store(uint8_t* p) const { store_bytes(p, sums_); }
+
+  private:
+    vi sums_{};
+#endif
+};
 
 // a * b + c, rounded once or twice: only where that makes no difference.
 inline vf multiply_add(vf a, vf b, vf c) { return kHasFma ? fma(a, b, c) : a * b + c; }

@@ -6,6 +6,8 @@
 namespace masterless {
 inline namespace MASTERLESS_ISA {
 
+constexpr int kPair = 32;  // chunks are gone through in pairs of vectors: their lengths are multiples of this
+
 struct Span {
     int64_t row, col;
     int n;
@@ -15,7 +17,28 @@ struct Span {
 
     bool has_whole_vectors() const { return length % kLanes == 0; }  // then rows lie side by side in the buffers, too
     bool has_whole_chunks() const { return length % kChunk == 0; }
+    bool has_even_chunks() const { return length % kPair == 0; }  // the last of a row may be shorter
+    int chunks_of_row() const { return (length + kChunk - 1) / kChunk; }
+    int chunks() const { return n / pitch * chunks_of_row(); }
     int count() const { return n / pitch * length; }
+};
+
+// The even chunks of a span one after the other: where each starts, and its length.
+class ChunkWalk {
+  public:
+    explicit ChunkWalk(const Span& span) : row_(span.length), left_(span.length) {}
+
+    int start() const { return start_; }
+    int length() const { return left_ < kChunk ? left_ : kChunk; }
+
+    void next() {
+        const int passed = length();
+        start_ += passed, left_ -= passed;
+        if (left_ == 0) left_ = row_;
+    }
+
+  private:
+    int row_, left_, start_ = 0;
 };
 
 // Calls f(e, i) for the rows of a span: where each starts in the buffers, and in what is stored.

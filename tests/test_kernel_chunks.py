@@ -1,4 +1,4 @@
-"""Whole chunks of presets' formats, which the compiled kernel takes another way: every byte as the reference's."""
+"""Chunks of presets' formats, which the compiled kernel takes another way: every byte as the reference's."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def surveyed_first(tasks):
 
 
 @pytest.mark.parametrize("perform", [step_on_the_kernel, surveyed_first])
-@pytest.mark.parametrize("shape", [(5, 384), (2, 2176)])
+@pytest.mark.parametrize("shape", [(5, 384), (2, 2176), (3, 576), (37, 96), (50, 32), (9, 192), (2, 1120)], ids=str)
 @pytest.mark.parametrize(
     "weight", ["fp32", "bf16", "int8", "int8:128", "int6", "int4", "int4+4", "int4+4:32", "fp8", "int4:32"]
 )
-def test_whole_chunks(weight, shape, perform):
-    """What presets are made of, in rows of whole chunks: rules, moments, both kinds of gradients, rounding, eps."""
+def test_even_chunks(weight, shape, perform):
+    """What presets are made of, in rows of whole chunks or with an even end: rules, moments, gradients, rounding, eps."""
     rng = random.Random(f"{weight}{shape}")
     cases = [
         Case(
