@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from masterless.formats import codec, factored
 from masterless.formats.arithmetic import exact_arithmetic
@@ -128,6 +129,9 @@ class Storage:
     shape: tuple[int, ...]
     tensors: Mapping[str, Tensor]
     layout: Layout = field(init=False)
+    place: Any = field(
+        init=False, default=None, repr=False
+    )  # for a decoded copy (`tensor.places`), of this object only
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -153,6 +157,15 @@ class Storage:
             if fault and not empty:
                 raise StorageError(f"{self._what()} {name!r}, whose tensor {fault}; {_REMEDY}")
         return self
+
+    def announce(self) -> None:
+        """Counts a change that is about to be made through addresses, which torch does not see.
+
+        Whoever makes it counts it on the codes once more when it is done: what autograd compares. This comes first, so
+        that a copy made before is known to be out of date whatever interrupts the change.
+        """
+        if "codes" in self.tensors:
+            increment_version([tensor for name, tensor in self.tensors.items() if name != "codes"])
 
     def _what(self) -> str:
         return f"a tensor of shape {self.shape} in format '{self.format}' stores"

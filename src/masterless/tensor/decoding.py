@@ -7,7 +7,9 @@ Contract:
     * The same holds for products with a transposed view (`w.T`, `w.mT`, `w.transpose(...)`, `w.permute(...)`): it is
       a stored tensor, too. In everything else such a view is what it would be of a dense weight.
     * A weight that is changed between the two passes is an error, as it is for a dense one.
-    * Any other operation sees a dense copy; one that would write to it is refused, because the copy is not the weight.
+    * Both may use one dense copy that is kept from use to use where the parameter has a place for it (`tensor.places`).
+    * Any other operation sees a dense copy of its own; one that would write to it is refused, because the copy is not
+      the weight.
 """
 
 from __future__ import annotations
@@ -59,11 +61,21 @@ class StoredTensor(Tensor):
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """A dense copy of what the forward pass sees, of which autograd knows nothing."""
-        return ops.dequantize(self.stored, dtype or self.dtype).view(self.shape)
+        return self._shaped(ops.dequantize(self.stored, dtype or self.dtype))
+
+    def seen(self, dtype: torch.dtype) -> Tensor:
+        """What the forward pass sees, to be read and not handed on: the kept copy if there is one, else a new one."""
+        place = None if torch.compiler.is_compiling() else self.stored.place
+        kept = None if place is None else place.take(self.stored, dtype)
+        return self._shaped(ops.dequantize(self.stored, dtype) if kept is None else kept)
+
+    def _shaped(self, dense: Tensor) -> Tensor:
+        """What is stored, dense, as this tensor is a view of it."""
+        return dense.view(self.shape)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """A dense copy of what the forward pass sees, differentiable."""
-        return _Dequantize.apply(self, dtype or self.dtype)
+        return _Dequantize.apply(self, dtype or self.dtype, True)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return [f"_{name}" for name in self.stored.tensors], (str(self.format), self.stored.shape, self.dtype)
@@ -110,8 +122,8 @@ class _Dequantize(torch.autograd.Function):
     """Decodes for the forward pass; the gradient of the dense tensor is the gradient of the parameter."""
 
     @staticmethod
-    def forward(q: StoredTensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
-        return q.decode(dtype)
+    def forward(q: StoredTensor, dtype: torch.dtype, new: bool = True) -> Tensor:  # type: ignore[override]
+        return q.decode(dtype) if new else q.seen(dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -119,13 +131,13 @@ class _Dequantize(torch.autograd.Function):
         ctx.dtype = inputs[0].dtype
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, q: StoredTensor, dtype: torch.dtype) -> NoReturn:  # type: ignore[override]
+    def vmap(info: Any, in_dims: Any, q: StoredTensor, *args: Any) -> NoReturn:  # type: ignore[override]
         # torch asks that it exists; it is called only for a batch of parameters, which is always dense.
         raise NotImplementedError("vmap over stored parameters: decode them with .dequantize() and stack those")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return grad.to(ctx.dtype), None
+        return grad.to(ctx.dtype), None, None
 
 
 class _Recipe:
@@ -142,7 +154,7 @@ class _Recipe:
                 f"a quantized parameter of shape {tuple(self.q.shape)} was changed between the forward and the "
                 f"backward pass that needs it; step the optimizer after backward()"
             )
-        return self.q.decode(self.dtype).as_strided(*self.view)
+        return self.q.seen(self.dtype).as_strided(*self.view)
 
 
 class _Kept:
@@ -173,7 +185,8 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     decoded: dict[int, Tensor] = {}
     outer = _outer_hooks(False)
     # The transforms of torch.func keep what they need themselves and forbid such hooks.
-    keeps = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    transforms = torch._C._are_functorch_transforms_active()
+    keeps = torch.is_grad_enabled() and not transforms
 
     def decode(q: StoredTensor) -> Tensor:
         if id(q) not in decoded:
@@ -184,7 +197,10 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if (sink := rows.sink_of(q)) is not None:
                 sink.used_whole = True
             # Without gradients there is nothing to record, and in inference mode q.detach() could not be made.
-            decoded[id(q)] = _Dequantize.apply(q, dtype) if torch.is_grad_enabled() else q.decode(dtype)
+            if torch.is_grad_enabled():
+                decoded[id(q)] = _Dequantize.apply(q, dtype, transforms)
+            else:
+                decoded[id(q)] = q.decode(dtype) if transforms else q.seen(dtype)
             if keeps:
                 dense_of[decoded[id(q)].untyped_storage().data_ptr()] = (q, decoded[id(q)])
         return decoded[id(q)]
@@ -200,13 +216,23 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return packed.decode()
         return packed.unpack() if outer is None else outer[1](packed)
 
+    def computed(args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        if (
+            func is torch.einsum and not transforms
+        ):  # of one operand it may be a view, and a weight's memory is not the caller's
+            address = result.untyped_storage().data_ptr()
+            if any(address == dense.untyped_storage().data_ptr() for dense in decoded.values()):
+                return result.clone()
+        return result
+
     with torch._C.DisableTorchFunctionSubclass():
         dense_args, dense_kwargs = tree_map_only(StoredTensor, decode, (args, kwargs))
         if not keeps:
-            return func(*dense_args, **dense_kwargs)
+            return computed(dense_args, dense_kwargs)
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                return func(*dense_args, **dense_kwargs)
+                return computed(dense_args, dense_kwargs)
         finally:  # autograd holds on to the hooks until the backward pass: they must not hold on to the weights
             dense_of.clear()
             decoded.clear()
@@ -274,9 +300,8 @@ class TransposedView(StoredTensor):
         view.stored, view.order = stored, tuple(order)
         return view
 
-    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A dense copy of what the forward pass sees, with the strides of a transposed tensor."""
-        return ops.dequantize(self.stored, dtype or self.dtype).view(self.stored.shape).permute(self.order)
+    def _shaped(self, dense: Tensor) -> Tensor:
+        return dense.view(self.stored.shape).permute(self.order)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names, meta = super().__tensor_flatten__()

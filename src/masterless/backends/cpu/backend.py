@@ -123,7 +123,7 @@ class Prepared:
     records: NDArray[Any]
     tasks: list[Task]
     shared: list[int]  # those whose statistics are the ranks' that hold parts of the parameter
-    codes: list[Tensor]  # of quantized weights: autograd counts their changes
+    weights: list[Storage]  # those that are quantized: autograd counts their changes
 
 
 class CpuBackend:
@@ -162,8 +162,7 @@ class CpuBackend:
             for field, purpose in (("weight", "weight"), ("first", "exp_avg"), ("second", "exp_avg_sq")):
                 record[f"{field}_rounding"] = known.roundings[task.rounding[purpose]]
         shared = [i for i, task in enumerate(tasks) if task.sharded and task.indivisible]
-        codes = [task.weight.tensors["codes"] for task in tasks if task.weight.format.scaled]
-        return Prepared(records, list(tasks), shared, codes)
+        return Prepared(records, list(tasks), shared, [task.weight for task in tasks if task.weight.format.scaled])
 
     def join(self, prepared: Sequence[Prepared]) -> Prepared:
         """The records side by side."""
@@ -174,7 +173,7 @@ class CpuBackend:
             records,
             [task for part in prepared for task in part.tasks],
             [i + int(start) for part, start in zip(prepared, starts, strict=False) for i in part.shared],
-            [codes for part in prepared for codes in part.codes],
+            [weight for part in prepared for weight in part.weights],
         )
 
     def step(self, prepared: Prepared, turn: Turn, only_survey: bool = False) -> Outcome:
@@ -190,9 +189,12 @@ class CpuBackend:
         means = []  # alive until the kernel has read them
         for i in [] if only_survey else prepared.shared:
             means.append(_given_by_ranks(records[i : i + 1], at(prepared.tasks[i], turn, i)))
+        if not only_survey:
+            for weight in prepared.weights:  # the kernel writes through addresses
+                weight.announce()
         moved = _run(records, only_survey)
         if moved:
-            increment_version(prepared.codes)  # the kernel writes through addresses
+            increment_version([weight.tensors["codes"] for weight in prepared.weights])
         return Outcome(records["bad"], moved)
 
     def decode(self, storage: Storage, dtype: torch.dtype, visible: bool = True) -> Tensor:
