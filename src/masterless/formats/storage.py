@@ -121,6 +121,14 @@ class StorageError(ValueError):
 class Storage:
     """One tensor's numbers as they are stored.
 
+    Attributes:
+        format: how.
+        shape: of the tensor.
+        tensors: what is stored, by name.
+        layout: rows and columns.
+        place: for a decoded copy (`tensor.places`); of this very object, copies have none.
+        described: what a backend knows of its tensors, and looks at again before it uses it.
+
     Raises:
         StorageError: if the tensors are not those of `tensor_specs`.
     """
@@ -129,9 +137,8 @@ class Storage:
     shape: tuple[int, ...]
     tensors: Mapping[str, Tensor]
     layout: Layout = field(init=False)
-    place: Any = field(
-        init=False, default=None, repr=False
-    )  # for a decoded copy (`tensor.places`), of this object only
+    place: Any = field(init=False, default=None, repr=False)
+    described: Any = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))

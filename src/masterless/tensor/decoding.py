@@ -48,7 +48,8 @@ class StoredTensor(Tensor):
 
         Kernels and copies count on the codes. A slice has codes of its own, but shares autograd's count with the whole.
         """
-        return self.stored.tensors["codes"]._version, self._version
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.stored.tensors["codes"]._version, self._version
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -71,11 +72,12 @@ class StoredTensor(Tensor):
 
     def _shaped(self, dense: Tensor) -> Tensor:
         """What is stored, dense, as this tensor is a view of it."""
-        return dense.view(self.shape)
+        with torch._C.DisableTorchFunctionSubclass():  # attributes of a subclass are slow calls otherwise
+            return dense.view(self.shape)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """A dense copy of what the forward pass sees, differentiable."""
-        return _Dequantize.apply(self, dtype or self.dtype, True)
+        return _Dequantize.apply(self, dtype or self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return [f"_{name}" for name in self.stored.tensors], (str(self.format), self.stored.shape, self.dtype)
@@ -122,8 +124,8 @@ class _Dequantize(torch.autograd.Function):
     """Decodes for the forward pass; the gradient of the dense tensor is the gradient of the parameter."""
 
     @staticmethod
-    def forward(q: StoredTensor, dtype: torch.dtype, new: bool = True) -> Tensor:  # type: ignore[override]
-        return q.decode(dtype) if new else q.seen(dtype)
+    def forward(q: StoredTensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        return q.decode(dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -131,13 +133,26 @@ class _Dequantize(torch.autograd.Function):
         ctx.dtype = inputs[0].dtype
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, q: StoredTensor, *args: Any) -> NoReturn:  # type: ignore[override]
+    def vmap(info: Any, in_dims: Any, q: StoredTensor, dtype: torch.dtype) -> NoReturn:  # type: ignore[override]
         # torch asks that it exists; it is called only for a batch of parameters, which is always dense.
         raise NotImplementedError("vmap over stored parameters: decode them with .dequantize() and stack those")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return grad.to(ctx.dtype), None, None
+        return grad.to(ctx.dtype), None
+
+
+class _Decoded(torch.autograd.Function):
+    """`_Dequantize` where no transform of torch.func asks: torch takes far less time over a function of this form."""
+
+    @staticmethod
+    def forward(ctx: Any, q: StoredTensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        ctx.dtype = q.dtype
+        return q.seen(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad if grad.dtype == ctx.dtype else grad.to(ctx.dtype), None
 
 
 class _Recipe:
@@ -198,7 +213,7 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 sink.used_whole = True
             # Without gradients there is nothing to record, and in inference mode q.detach() could not be made.
             if torch.is_grad_enabled():
-                decoded[id(q)] = _Dequantize.apply(q, dtype, transforms)
+                decoded[id(q)] = (_Dequantize if transforms else _Decoded).apply(q, dtype)
             else:
                 decoded[id(q)] = q.decode(dtype) if transforms else q.seen(dtype)
             if keeps:
@@ -227,7 +242,7 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return result
 
     with torch._C.DisableTorchFunctionSubclass():
-        dense_args, dense_kwargs = tree_map_only(StoredTensor, decode, (args, kwargs))
+        dense_args, dense_kwargs = _replaced(args, kwargs, decode)
         if not keeps:
             return computed(dense_args, dense_kwargs)
         try:
@@ -236,6 +251,16 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         finally:  # autograd holds on to the hooks until the backward pass: they must not hold on to the weights
             dense_of.clear()
             decoded.clear()
+
+
+def _replaced(args: Any, kwargs: Any, decode: Callable[[StoredTensor], Tensor]) -> tuple[Any, Any]:
+    """Arguments with dense weights; torch's own walk through containers is slow, and few calls have any."""
+    if any(isinstance(value, (tuple, list, dict)) for value in (*args, *kwargs.values())):
+        return tree_map_only(StoredTensor, decode, (args, kwargs))
+    return (
+        [decode(value) if isinstance(value, StoredTensor) else value for value in args],
+        {name: decode(value) if isinstance(value, StoredTensor) else value for name, value in kwargs.items()},
+    )
 
 
 def _by_rows(
