@@ -28,6 +28,7 @@ from masterless.formats import Format
 from masterless.formats.storage import Storage
 from masterless.step import dispatch as ops
 from masterless.tensor import rows
+from masterless.tensor.saved import Kept, Recipe
 
 aten = torch.ops.aten
 
@@ -155,38 +156,6 @@ class _Decoded(torch.autograd.Function):
         return grad if grad.dtype == ctx.dtype else grad.to(ctx.dtype), None
 
 
-class _Recipe:
-    """What autograd keeps in place of a dense weight: how to decode it again, as the same view."""
-
-    def __init__(self, q: StoredTensor, dense: Tensor, saved: Tensor) -> None:
-        self.q, self.dtype = q, dense.dtype
-        self.view = (saved.size(), saved.stride(), saved.storage_offset())
-        self.version = q.changes
-
-    def decode(self) -> Tensor:
-        if self.q.changes != self.version:
-            raise RuntimeError(
-                f"a quantized parameter of shape {tuple(self.q.shape)} was changed between the forward and the "
-                f"backward pass that needs it; step the optimizer after backward()"
-            )
-        return self.q.seen(self.dtype).as_strided(*self.view)
-
-
-class _Kept:
-    """A saved tensor that is no weight, as autograd would keep it: whoever changes it before backward is told."""
-
-    def __init__(self, saved: Tensor) -> None:
-        self.saved, self.version = saved, saved._version
-
-    def unpack(self) -> Tensor:
-        if self.saved._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self.saved.shape)} that was used with a quantized parameter was changed in "
-                f"place before the backward pass that needs it; change a copy, or change it after backward()"
-            )
-        return self.saved
-
-
 # Hooks around the whole call, if any: activation checkpointing and offloading. Only the innermost are called by
 # autograd, so ours pass on what is not a weight. Without this (private) function they would see none of it.
 _outer_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
@@ -223,11 +192,11 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     def pack(saved: Tensor) -> Any:
         found = dense_of.get(saved.untyped_storage().data_ptr()) if type(saved) is Tensor else None
         if found is not None and saved.numel():
-            return _Recipe(*found, saved)
-        return _Kept(saved) if outer is None else outer[0](saved)
+            return Recipe(*found, saved)
+        return Kept(saved) if outer is None else outer[0](saved)
 
     def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, _Recipe):
+        if isinstance(packed, Recipe):
             return packed.decode()
         return packed.unpack() if outer is None else outer[1](packed)
 
