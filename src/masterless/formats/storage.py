@@ -171,8 +171,12 @@ class Storage:
         Whoever makes it counts it on the codes once more when it is done: what autograd compares. This comes first, so
         that a copy made before is known to be out of date whatever interrupts the change.
         """
-        if "codes" in self.tensors:
-            increment_version([tensor for name, tensor in self.tensors.items() if name != "codes"])
+        increment_version(self.beside_codes)
+
+    @property
+    def beside_codes(self) -> list[Tensor]:
+        """What is stored beside codes: scales, hidden bits, a master copy; nothing of what is not quantized."""
+        return [t for name, t in self.tensors.items() if name != "codes"] if "codes" in self.tensors else []
 
     def _what(self) -> str:
         return f"a tensor of shape {self.shape} in format '{self.format}' stores"

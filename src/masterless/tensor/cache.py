@@ -148,7 +148,7 @@ def _refuse(model: nn.Module, found: dict[str, QuantizedTensor]) -> None:
         if whole[name] is not p or isinstance(p.stored.place, Closed):
             reason = "is sharded, and FSDP2 refills what it gathers in every pass; pass 0 under FSDP2"
         elif p.device.type != "cpu":
-            reason = f"lies on {p.device}, where streams and graphs change memory unseen; pass 0 there"
+            reason = f"lies on {p.device}, and only on the CPU every change is counted when it happens; pass 0 there"
         elif any(tensor.is_inference() for tensor in p.stored.tensors.values()):
             reason = "was made in inference mode, where torch counts no changes; make the model outside of it"
         if reason:

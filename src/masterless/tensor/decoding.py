@@ -202,9 +202,8 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     def computed(args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        if (
-            func is torch.einsum and not transforms
-        ):  # of one operand it may be a view, and a weight's memory is not the caller's
+        if func is torch.einsum and not transforms:
+            # Of one operand it may be a view, and the memory of a weight is not the caller's to write to.
             address = result.untyped_storage().data_ptr()
             if any(address == dense.untyped_storage().data_ptr() for dense in decoded.values()):
                 return result.clone()

@@ -138,7 +138,8 @@ class Prepared:
     records: NDArray[Any]
     tasks: list[Task]
     shared: list[int]  # those whose statistics are the ranks' that hold parts of the parameter
-    weights: list[Storage]  # those that are quantized: autograd counts their changes
+    codes: list[Tensor]  # of quantized weights: autograd counts their changes ...
+    beside: list[Tensor]  # ... and what else is stored of them, on which changes are announced
 
 
 class CpuBackend:
@@ -177,7 +178,9 @@ class CpuBackend:
             for field, purpose in (("weight", "weight"), ("first", "exp_avg"), ("second", "exp_avg_sq")):
                 record[f"{field}_rounding"] = known.roundings[task.rounding[purpose]]
         shared = [i for i, task in enumerate(tasks) if task.sharded and task.indivisible]
-        return Prepared(records, list(tasks), shared, [task.weight for task in tasks if task.weight.format.scaled])
+        codes = [task.weight.tensors["codes"] for task in tasks if task.weight.format.scaled]
+        beside = [tensor for task in tasks for tensor in task.weight.beside_codes]
+        return Prepared(records, list(tasks), shared, codes, beside)
 
     def join(self, prepared: Sequence[Prepared]) -> Prepared:
         """The records side by side."""
@@ -188,7 +191,8 @@ class CpuBackend:
             records,
             [task for part in prepared for task in part.tasks],
             [i + int(start) for part, start in zip(prepared, starts, strict=False) for i in part.shared],
-            [weight for part in prepared for weight in part.weights],
+            [codes for part in prepared for codes in part.codes],
+            [tensor for part in prepared for tensor in part.beside],
         )
 
     def step(self, prepared: Prepared, turn: Turn, only_survey: bool = False) -> Outcome:
@@ -205,11 +209,10 @@ class CpuBackend:
         for i in [] if only_survey else prepared.shared:
             means.append(_given_by_ranks(records[i : i + 1], at(prepared.tasks[i], turn, i)))
         if not only_survey:
-            for weight in prepared.weights:  # the kernel writes through addresses
-                weight.announce()
+            increment_version(prepared.beside)  # as `Storage.announce`, for all in one call
         moved = _run(records, only_survey)
         if moved:
-            increment_version([weight.tensors["codes"] for weight in prepared.weights])
+            increment_version(prepared.codes)  # the kernel writes through addresses
         return Outcome(records["bad"], moved)
 
     def decode(self, storage: Storage, dtype: torch.dtype, visible: bool = True) -> Tensor:
