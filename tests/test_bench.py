@@ -97,6 +97,7 @@ def test_a_second_machine_adds_its_results(tmp_path):
         (["sideways"], "no such section"),
         (["--sizes", "huge"], "no such size"),
         (["--threads", "0"], "no number of threads"),
+        (["end-to-end", "--decode-cache", "much"], "--decode-cache 'much': is no number of bytes; write e.g. 64MB"),
         (["step", "--only", "no such entry", "--sizes", "test"], "no entry has that in its name"),
     ],
 )
@@ -288,3 +289,15 @@ def test_end_to_end_measures_every_preset(processor_time):
     header, body = report.end_to_end_table({"end_to_end": [asdict(row) for row in rows]})
     assert len(body) == len(rows) / 2 and {len(line) for line in body} == {len(header)} == {7}
     assert ("processor" in header[1]) == processor_time
+    assert not any(row.decode_cache for row in rows)
+
+
+@needs_kernel
+def test_end_to_end_keeps_decoded_weights_on_request():
+    config = GPTConfig(vocab_size=64, n_layer=1, n_head=2, d_model=64, seq_len=16)
+    rows = end_to_end.end_to_end(1, 1, config, (8,), decode_cache=100_000)
+    kept = {row.name: row.decode_cache for row in rows}
+    assert kept[ADAMW] == kept["states-8bit"] == 0, "dense weights are not decoded"
+    assert kept["2-byte"] == kept["1-byte-int4"] == (3 + 1) * 64 * 64 * 4  # up and down, 65,536 bytes each, do not fit
+    document = {"machine": report.machine({}), "end_to_end": [asdict(row) for row in rows]}
+    assert "0.0655 MB of decoded weights kept" in next(iter(report.tables(document)))

@@ -35,6 +35,9 @@ def test_a_phase_has_its_own_peak():
 SIZES = {
     "dense, small": ["--layers", "4", "--width", "256", "--batch", "8"],
     "dense, wide": ["--layers", "3", "--width", "640", "--heads", "10", "--batch", "3", "--preset", "1.3-byte"],
+    "decoded weights kept": [
+        *("--layers", "3", "--width", "640", "--heads", "10", "--batch", "3", "--decode-cache", "64MB")
+    ],
     "experts, in backward": ["--layers", "3", "--width", "256", "--experts", "4", "--batch", "6", "--step-in-backward"],
 }
 

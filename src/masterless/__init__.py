@@ -24,6 +24,7 @@ from masterless.optim.presets import PRESETS, prepare
 from masterless.optim.trade import trade_momentum_
 from masterless.step import staleness
 from masterless.tensor.build import build_quantized
+from masterless.tensor.cache import cache_decoded_
 from masterless.tensor.calibrate import calibrate_
 from masterless.tensor.head import linear_cross_entropy
 from masterless.tensor.hidden import show_hidden_bits_
@@ -55,6 +56,7 @@ __all__ = [
     "RMSprop",
     "beta_for_bits",
     "build_quantized",
+    "cache_decoded_",
     "calibrate_",
     "dequantize_",
     "export",

@@ -87,3 +87,13 @@ def replicas(rank: int, world: int, steps: int, n: int) -> dict[str, Any] | None
     _train(hooked, hooked_opt, range(steps, steps + 5), rank)
     after_removal = fingerprint(hooked.module, hooked_opt) == fingerprint(model.module, opt)
     return {"alike": alike, "left": left, "same": same_as_ordinary, "after removal": after_removal}
+
+
+def synchronisation_of_kept_copies(rank: int, world: int) -> bool:
+    """Decoded weights that a rank keeps do not outlive the bytes that it gets from the first one."""
+    model, x = _model(rank), torch.ones(1, 48)
+    ml.cache_decoded_(model, "1MB")
+    own = model(x).detach()
+    synchronize_(model)
+    expected = _model(0)(x)
+    return torch.equal(model(x), expected) and (rank == 0 or not torch.equal(own, expected))

@@ -209,3 +209,27 @@ def memory(rank: int, world: int) -> dict[int, dict[str, float]]:
             held = local_bytes(*model.parameters())
             shares[n] = {"weights": held / weights, "states": opt.state_bytes() / states}
     return shares
+
+
+def decode_cache(rank: int, world: int) -> dict[str, Any]:
+    """Refused of a sharded model, gathered or not; and what was asked for before is given up with the parameters."""
+    refusals = []
+    model = _shard(_gpt(), 2) if inside(2) else None
+    mesh_of(4)
+    if model is not None:
+        loss = model(*_batch(0))[1]
+        for part in (model, model.blocks[0], model.blocks[0].attention.qkv):
+            try:
+                ml.cache_decoded_(part, "1MB")
+            except ValueError as error:
+                refusals.append(str(error))
+        loss.backward()
+        ml.cache_decoded_(model, 0)
+    early, plain = _gpt(), _gpt()
+    ml.cache_decoded_(early, "1MB")
+    early(*_batch(0))
+    results = []
+    for whole in (early, plain):
+        sharded = _shard(whole, 4)
+        results.append(_train(sharded, ml.AdamW(sharded.named_parameters(), **OPTIONS), 3))
+    return {"refusals": refusals, "same": results[0] == results[1]}

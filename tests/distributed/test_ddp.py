@@ -11,6 +11,10 @@ def test_initial_synchronisation_copies_bytes(ranks):
     assert ranks.run("jobs_ddp:synchronisation") == [[]] * 4
 
 
+def test_decoded_weights_that_are_kept_follow_the_synchronisation(ranks):
+    assert ranks.run("jobs_ddp:synchronisation_of_kept_copies") == [True] * 4
+
+
 def test_ddps_own_broadcast_is_refused(ranks):
     for message in ranks.run("jobs_ddp:stock_ddp_is_refused"):
         assert "masterless.distributed.replicate" in message

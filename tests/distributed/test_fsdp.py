@@ -39,6 +39,14 @@ def test_initialisation_on_the_meta_device(ranks, tmp_path):
     assert not any(found), "\n".join(line for rank in found for line in rank)
 
 
+def test_decoded_weights_are_not_kept_of_what_is_sharded(ranks):
+    for rank, result in enumerate(ranks.run("jobs_fsdp:decode_cache")):
+        assert result["same"]
+        assert len(result["refusals"]) == (3 if rank < 2 else 0)
+        for message in result["refusals"]:
+            assert "is sharded, and FSDP2 refills what it gathers in every pass; pass 0 under FSDP2" in message
+
+
 def test_bytes_on_the_wire(ranks):
     results = ranks.run("jobs_fsdp:bytes_on_the_wire")
     assert all(result == results[0] for result in results), "a rank sends another number of bytes than the others"

@@ -132,3 +132,12 @@ def test_what_is_no_matrix_is_listed():
         extract_lora(trained, llama(), 0)
     with pytest.raises(ValueError, match="in one of the two models only"):
         extract_lora(trained, gpt2(), 4)
+
+
+def test_a_merge_is_not_hidden_by_decoded_weights_that_are_kept():
+    model, plain = trained_adapters(), trained_adapters()
+    assert ml.cache_decoded_(model, "10MB").cached
+    before = logits(model)
+    merged = merge_lora_(model)[0]
+    expected = logits(merge_lora_(plain)[0])
+    assert torch.equal(logits(merged), expected) and not torch.equal(before, expected)

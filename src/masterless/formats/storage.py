@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from masterless.formats import codec, factored
 from masterless.formats.arithmetic import exact_arithmetic
@@ -120,6 +121,14 @@ class StorageError(ValueError):
 class Storage:
     """One tensor's numbers as they are stored.
 
+    Attributes:
+        format: how.
+        shape: of the tensor.
+        tensors: what is stored, by name.
+        layout: rows and columns.
+        place: for a decoded copy (`tensor.places`); of this very object, copies have none.
+        described: what a backend knows of its tensors, and looks at again before it uses it.
+
     Raises:
         StorageError: if the tensors are not those of `tensor_specs`.
     """
@@ -128,6 +137,8 @@ class Storage:
     shape: tuple[int, ...]
     tensors: Mapping[str, Tensor]
     layout: Layout = field(init=False)
+    place: Any = field(init=False, default=None, repr=False)
+    described: Any = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -153,6 +164,19 @@ class Storage:
             if fault and not empty:
                 raise StorageError(f"{self._what()} {name!r}, whose tensor {fault}; {_REMEDY}")
         return self
+
+    def announce(self) -> None:
+        """Counts a change that is about to be made through addresses, which torch does not see.
+
+        Whoever makes it counts it on the codes once more when it is done: what autograd compares. This comes first, so
+        that a copy made before is known to be out of date whatever interrupts the change.
+        """
+        increment_version(self.beside_codes)
+
+    @property
+    def beside_codes(self) -> list[Tensor]:
+        """What is stored beside codes: scales, hidden bits, a master copy; nothing of what is not quantized."""
+        return [t for name, t in self.tensors.items() if name != "codes"] if "codes" in self.tensors else []
 
     def _what(self) -> str:
         return f"a tensor of shape {self.shape} in format '{self.format}' stores"

@@ -45,6 +45,7 @@ from masterless.lab.train.run_files import (
     RunFolder,
     write_text,
 )
+from masterless.tensor.cache import byte_count
 from masterless.tensor.quantized import local_bytes
 
 MODES = ("ddp", "fsdp")
@@ -103,6 +104,11 @@ def run(
     if folder is None:
         raise ValueError("--parallel needs --out: all ranks must name the same run directory")
     config = set_threads(stored_config(resume) if resume else resolve(flags, file))
+    if mode == "fsdp" and byte_count(config.decode_cache):
+        raise ConfigError(
+            f"decode-cache={config.decode_cache}: FSDP2 gathers weights anew in every pass, nothing decoded can be "
+            f"kept; leave it out, or pass --parallel ddp"
+        )
     ours = not dist.is_initialized()
     if ours:
         dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))

@@ -28,6 +28,7 @@ from masterless.formats.storage import Storage
 from masterless.optim import units
 from masterless.optim.plan import explained
 from masterless.step import dispatch
+from masterless.tensor import places
 from masterless.tensor.pieces import empty_storage
 from masterless.tensor.quantized import QuantizedTensor, as_weight, local_of
 
@@ -96,8 +97,9 @@ def trade_momentum_(optimizer: Adam, weights: str | Format | None = None) -> Tra
         group, p, name, theta, format = chosen.pop(0)
         old = p.stored.nbytes + optimizer.state_bytes_of(p)
         formats[name] = (str(p.format), str(format))
-        p.stored = theta.stored_as(format)
-        del theta
+        replaced, p.stored = p.stored, theta.stored_as(format)
+        places.hand_over(replaced, p.stored)
+        del theta, replaced
         _forget_momentum(optimizer, p)  # at once, so that there are never many weights in both forms
         before, after = before + old - optimizer.state_bytes_of(p), after + p.stored.nbytes
         increment_version([p, p.stored.tensors["codes"]])  # a backward pass that is still to come has other weights

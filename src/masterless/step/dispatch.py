@@ -6,6 +6,7 @@ Contract:
       "auto" takes the device's own backend for every task it accepts and the reference for the rest; "reference" is
       always the reference.
     * A backend is told only of validated storages and gradients (`formats.storage`).
+    * A step announces that a quantized weight will change (`Storage.announce`), and counts it on its codes afterwards.
 """
 
 from __future__ import annotations
@@ -197,6 +198,7 @@ def decode(storage: Storage) -> Tensor:
 
 def encode(storage: Storage, values: Tensor) -> None:
     """Overwrites a storage with dense, finite values on its device: new scales, rounded to nearest."""
+    storage.announce()
     _backend_of_storage(storage).encode(storage, values)
 
 

@@ -7,7 +7,9 @@ Contract:
     * The same holds for products with a transposed view (`w.T`, `w.mT`, `w.transpose(...)`, `w.permute(...)`): it is
       a stored tensor, too. In everything else such a view is what it would be of a dense weight.
     * A weight that is changed between the two passes is an error, as it is for a dense one.
-    * Any other operation sees a dense copy; one that would write to it is refused, because the copy is not the weight.
+    * Both may use one dense copy that is kept from use to use where the parameter has a place for it (`tensor.places`).
+    * Any other operation sees a dense copy of its own; one that would write to it is refused, because the copy is not
+      the weight.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from masterless.formats import Format
 from masterless.formats.storage import Storage
 from masterless.step import dispatch as ops
 from masterless.tensor import rows
+from masterless.tensor.saved import Kept, Recipe
 
 aten = torch.ops.aten
 
@@ -46,7 +49,8 @@ class StoredTensor(Tensor):
 
         Kernels and copies count on the codes. A slice has codes of its own, but shares autograd's count with the whole.
         """
-        return self.stored.tensors["codes"]._version, self._version
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.stored.tensors["codes"]._version, self._version
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -59,7 +63,18 @@ class StoredTensor(Tensor):
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """A dense copy of what the forward pass sees, of which autograd knows nothing."""
-        return ops.dequantize(self.stored, dtype or self.dtype).view(self.shape)
+        return self._shaped(ops.dequantize(self.stored, dtype or self.dtype))
+
+    def seen(self, dtype: torch.dtype) -> Tensor:
+        """What the forward pass sees, to be read and not handed on: the kept copy if there is one, else a new one."""
+        place = None if torch.compiler.is_compiling() else self.stored.place
+        kept = None if place is None else place.take(self.stored, dtype)
+        return self._shaped(ops.dequantize(self.stored, dtype) if kept is None else kept)
+
+    def _shaped(self, dense: Tensor) -> Tensor:
+        """What is stored, dense, as this tensor is a view of it."""
+        with torch._C.DisableTorchFunctionSubclass():  # attributes of a subclass are slow calls otherwise
+            return dense.view(self.shape)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """A dense copy of what the forward pass sees, differentiable."""
@@ -128,36 +143,17 @@ class _Dequantize(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-class _Recipe:
-    """What autograd keeps in place of a dense weight: how to decode it again, as the same view."""
+class _Decoded(torch.autograd.Function):
+    """`_Dequantize` where no transform of torch.func asks: torch takes far less time over a function of this form."""
 
-    def __init__(self, q: StoredTensor, dense: Tensor, saved: Tensor) -> None:
-        self.q, self.dtype = q, dense.dtype
-        self.view = (saved.size(), saved.stride(), saved.storage_offset())
-        self.version = q.changes
+    @staticmethod
+    def forward(ctx: Any, q: StoredTensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        ctx.dtype = q.dtype
+        return q.seen(dtype)
 
-    def decode(self) -> Tensor:
-        if self.q.changes != self.version:
-            raise RuntimeError(
-                f"a quantized parameter of shape {tuple(self.q.shape)} was changed between the forward and the "
-                f"backward pass that needs it; step the optimizer after backward()"
-            )
-        return self.q.decode(self.dtype).as_strided(*self.view)
-
-
-class _Kept:
-    """A saved tensor that is no weight, as autograd would keep it: whoever changes it before backward is told."""
-
-    def __init__(self, saved: Tensor) -> None:
-        self.saved, self.version = saved, saved._version
-
-    def unpack(self) -> Tensor:
-        if self.saved._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self.saved.shape)} that was used with a quantized parameter was changed in "
-                f"place before the backward pass that needs it; change a copy, or change it after backward()"
-            )
-        return self.saved
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad if grad.dtype == ctx.dtype else grad.to(ctx.dtype), None
 
 
 # Hooks around the whole call, if any: activation checkpointing and offloading. Only the innermost are called by
@@ -173,7 +169,8 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     decoded: dict[int, Tensor] = {}
     outer = _outer_hooks(False)
     # The transforms of torch.func keep what they need themselves and forbid such hooks.
-    keeps = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    transforms = torch._C._are_functorch_transforms_active()
+    keeps = torch.is_grad_enabled() and not transforms
 
     def decode(q: StoredTensor) -> Tensor:
         if id(q) not in decoded:
@@ -184,7 +181,10 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if (sink := rows.sink_of(q)) is not None:
                 sink.used_whole = True
             # Without gradients there is nothing to record, and in inference mode q.detach() could not be made.
-            decoded[id(q)] = _Dequantize.apply(q, dtype) if torch.is_grad_enabled() else q.decode(dtype)
+            if torch.is_grad_enabled():
+                decoded[id(q)] = (_Dequantize if transforms else _Decoded).apply(q, dtype)
+            else:
+                decoded[id(q)] = q.decode(dtype) if transforms else q.seen(dtype)
             if keeps:
                 dense_of[decoded[id(q)].untyped_storage().data_ptr()] = (q, decoded[id(q)])
         return decoded[id(q)]
@@ -192,24 +192,43 @@ def _call_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     def pack(saved: Tensor) -> Any:
         found = dense_of.get(saved.untyped_storage().data_ptr()) if type(saved) is Tensor else None
         if found is not None and saved.numel():
-            return _Recipe(*found, saved)
-        return _Kept(saved) if outer is None else outer[0](saved)
+            return Recipe(*found, saved)
+        return Kept(saved) if outer is None else outer[0](saved)
 
     def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, _Recipe):
+        if isinstance(packed, Recipe):
             return packed.decode()
         return packed.unpack() if outer is None else outer[1](packed)
 
+    def computed(args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        if func is torch.einsum and not transforms:
+            # Of one operand it may be a view, and the memory of a weight is not the caller's to write to.
+            address = result.untyped_storage().data_ptr()
+            if any(address == dense.untyped_storage().data_ptr() for dense in decoded.values()):
+                return result.clone()
+        return result
+
     with torch._C.DisableTorchFunctionSubclass():
-        dense_args, dense_kwargs = tree_map_only(StoredTensor, decode, (args, kwargs))
+        dense_args, dense_kwargs = _replaced(args, kwargs, decode)
         if not keeps:
-            return func(*dense_args, **dense_kwargs)
+            return computed(dense_args, dense_kwargs)
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                return func(*dense_args, **dense_kwargs)
+                return computed(dense_args, dense_kwargs)
         finally:  # autograd holds on to the hooks until the backward pass: they must not hold on to the weights
             dense_of.clear()
             decoded.clear()
+
+
+def _replaced(args: Any, kwargs: Any, decode: Callable[[StoredTensor], Tensor]) -> tuple[Any, Any]:
+    """Arguments with dense weights; torch's own walk through containers is slow, and few calls have any."""
+    if any(isinstance(value, (tuple, list, dict)) for value in (*args, *kwargs.values())):
+        return tree_map_only(StoredTensor, decode, (args, kwargs))
+    return (
+        [decode(value) if isinstance(value, StoredTensor) else value for value in args],
+        {name: decode(value) if isinstance(value, StoredTensor) else value for name, value in kwargs.items()},
+    )
 
 
 def _by_rows(
@@ -274,9 +293,8 @@ class TransposedView(StoredTensor):
         view.stored, view.order = stored, tuple(order)
         return view
 
-    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A dense copy of what the forward pass sees, with the strides of a transposed tensor."""
-        return ops.dequantize(self.stored, dtype or self.dtype).view(self.stored.shape).permute(self.order)
+    def _shaped(self, dense: Tensor) -> Tensor:
+        return dense.view(self.stored.shape).permute(self.order)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names, meta = super().__tensor_flatten__()

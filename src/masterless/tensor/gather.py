@@ -19,8 +19,12 @@ from torch import Tensor
 
 from masterless.formats import Format
 from masterless.formats.storage import Spec
+from masterless.tensor import places
 from masterless.tensor.decoding import StoredTensor
 from masterless.tensor.pieces import empty_storage, sliced_specs
+
+# Of a gathered parameter: the refill below changes its numbers and counts as no change.
+_REFILLED = places.Closed("FSDP2 refills it in every pass")
 
 
 class Carrier(Tensor):
@@ -83,6 +87,7 @@ def unpack(
     format = visible_format(q.format)
     if out is None:
         whole = q.rewrapped(empty_storage(format, shape, gathered.device), dtype)
+        places.assign(whole.stored, _REFILLED)
     else:
         whole = out  # type: ignore[assignment]
     padded = -(-shape[0] // world_size)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from masterless.formats.storage import Storage
+from masterless.tensor import places
 from masterless.tensor.quantized import QuantizedTensor, local_of
 
 
@@ -50,7 +51,8 @@ def show_hidden_bits_(model: nn.Module, shown: bool = True) -> list[str]:
     for name, p in found:
         format = p.format.showing(shown)
         if format != p.format:
-            p.stored = Storage(format, p.stored.shape, p.stored.tensors)
+            before, p.stored = p.stored, Storage(format, p.stored.shape, p.stored.tensors)
+            places.hand_over(before, p.stored)
             # A backward pass that is still to come would compute with other weights than its forward pass.
             increment_version([p, p.stored.tensors["codes"]])
             changed.append(name)

@@ -19,6 +19,7 @@ from masterless.formats import Format
 from masterless.formats.layout import Layout
 from masterless.formats.storage import Spec, Storage, tensor_specs
 from masterless.tensor.decoding import StoredTensor, call_dense
+from masterless.tensor.places import counting
 
 aten = torch.ops.aten
 
@@ -51,7 +52,8 @@ def refuse_tensor_scale(format: Format, shape: Sequence[int]) -> None:
 def piece(q: StoredTensor, start: int, stop: int) -> StoredTensor:
     """Slices ``start ... stop - 1`` of dimension 0, as views of the stored bytes."""
     refuse_tensor_scale(q.format, q.shape)
-    return q.rewrapped(q.stored.cut(start, stop))
+    with counting():  # a change of a piece is one of the whole
+        return q.rewrapped(q.stored.cut(start, stop))
 
 
 # --- operations: pieces for everybody, what else FSDP2 needs for FSDP2 ---------------------------------------------
@@ -113,7 +115,8 @@ def _select(func: Any, q: StoredTensor, dim: int, index: int) -> Any:
         return _dense(func, q, dim, index)
     one = piece(q, index % len(q), index % len(q) + 1)
     specs = tensor_specs(q.format, q.shape[1:])
-    tensors = {name: tensor.view(specs[name][0]) for name, tensor in one.stored.tensors.items()}
+    with counting():
+        tensors = {name: tensor.view(specs[name][0]) for name, tensor in one.stored.tensors.items()}
     return q.rewrapped(Storage(q.format, tuple(q.shape[1:]), tensors))
 
 

@@ -99,7 +99,7 @@ class _Product(torch.autograd.Function):
         a, s = ctx.saved_tensors
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = grad @ weight.decode(grad.dtype)
+            dx = grad @ weight.seen(grad.dtype)
         if ctx.needs_input_grad[1]:
             seen = (a.float() * s).to(grad.dtype)
             dw = (grad.reshape(-1, grad.shape[-1]).t() @ seen).to(weight.dtype)

@@ -28,6 +28,7 @@ from masterless.step import dispatch
 from masterless.tensor import gather, pieces
 from masterless.tensor.decoding import TRANSPOSITIONS, StoredTensor, as_ordinary, call_dense, restored, transposed
 from masterless.tensor.pieces import empty_storage
+from masterless.tensor.places import counting
 
 aten = torch.ops.aten
 
@@ -110,8 +111,8 @@ class QuantizedTensor(StoredTensor):
             dense = dense.decode()
         require_finite(dense)
         dispatch.encode(self.stored, dense.to(self.device))
-        torch.autograd.graph.increment_version(self)  # views of it count together, which the codes do not
-        return _mark_changed(self)
+        torch.autograd.graph.increment_version([self, self.stored.tensors["codes"]])
+        return self
 
     @property
     def stored_bytes(self) -> int:
@@ -280,9 +281,8 @@ def _copy_(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any)
             f"masterless.AveragedModel; load checkpoints in the format they were saved in; to round on "
             f"purpose call parameter.encode_(tensor)"
         )
-    for name, tensor in target.stored.tensors.items():
-        tensor.copy_(source.stored.tensors[name])
-    return _mark_changed(target)
+    _overwrite(target, source.stored)
+    return target
 
 
 def _require_shape(target: Tensor, source: Tensor) -> None:
@@ -292,15 +292,14 @@ def _require_shape(target: Tensor, source: Tensor) -> None:
 
 def _zero_(func: Any, q: QuantizedTensor) -> QuantizedTensor:
     fresh = Storage.zeros(q.format, q.shape, q.device)
-    for name, tensor in q.stored.tensors.items():
-        tensor.copy_(fresh.tensors[name])
-    return _mark_changed(q)
-
-
-def _mark_changed(q: QuantizedTensor) -> QuantizedTensor:
-    """Counts a change that was made below autograd, where versions are not counted."""
-    torch.autograd.graph.increment_version(q.stored.tensors["codes"])
+    _overwrite(q, fresh)
     return q
+
+
+def _overwrite(q: QuantizedTensor, source: Storage) -> None:
+    with counting():
+        for name, tensor in q.stored.tensors.items():
+            tensor.copy_(source.tensors[name])
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {

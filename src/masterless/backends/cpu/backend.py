@@ -116,6 +116,21 @@ def _fill_storage(record: Any, storage: Storage | None) -> None:
         record[_ADDRESS_FIELDS.get(name, name)] = tensor.data_ptr()
 
 
+def _described(storage: Storage) -> tuple[Any, Any, Any]:
+    """Its record, rows and columns as the kernel takes them: made anew when a tensor is not what it was.
+
+    A small matrix is decoded in less time than it is described.
+    """
+    now = [(t.data_ptr(), t.shape, t.dtype, t.is_contiguous()) for t in storage.tensors.values()]
+    if storage.described is None or storage.described[0] != now:
+        record = np.zeros(1, dtype=interface().storage)
+        _fill_storage(record[0], storage)
+        layout = storage.layout
+        arguments = (ctypes.c_void_p(record.ctypes.data), ctypes.c_int64(layout.rows), ctypes.c_int64(layout.cols))
+        object.__setattr__(storage, "described", (now, arguments, record))
+    return storage.described[1]
+
+
 @dataclass(slots=True)
 class Prepared:
     """Tasks as the kernel reads them."""
@@ -123,7 +138,8 @@ class Prepared:
     records: NDArray[Any]
     tasks: list[Task]
     shared: list[int]  # those whose statistics are the ranks' that hold parts of the parameter
-    codes: list[Tensor]  # of quantized weights: autograd counts their changes
+    codes: list[Tensor]  # of quantized weights: autograd counts their changes ...
+    beside: list[Tensor]  # ... and what else is stored of them, on which changes are announced
 
 
 class CpuBackend:
@@ -163,7 +179,8 @@ class CpuBackend:
                 record[f"{field}_rounding"] = known.roundings[task.rounding[purpose]]
         shared = [i for i, task in enumerate(tasks) if task.sharded and task.indivisible]
         codes = [task.weight.tensors["codes"] for task in tasks if task.weight.format.scaled]
-        return Prepared(records, list(tasks), shared, codes)
+        beside = [tensor for task in tasks for tensor in task.weight.beside_codes]
+        return Prepared(records, list(tasks), shared, codes, beside)
 
     def join(self, prepared: Sequence[Prepared]) -> Prepared:
         """The records side by side."""
@@ -175,6 +192,7 @@ class CpuBackend:
             [task for part in prepared for task in part.tasks],
             [i + int(start) for part, start in zip(prepared, starts, strict=False) for i in part.shared],
             [codes for part in prepared for codes in part.codes],
+            [tensor for part in prepared for tensor in part.beside],
         )
 
     def step(self, prepared: Prepared, turn: Turn, only_survey: bool = False) -> Outcome:
@@ -190,6 +208,8 @@ class CpuBackend:
         means = []  # alive until the kernel has read them
         for i in [] if only_survey else prepared.shared:
             means.append(_given_by_ranks(records[i : i + 1], at(prepared.tasks[i], turn, i)))
+        if not only_survey:
+            increment_version(prepared.beside)  # as `Storage.announce`, for all in one call
         moved = _run(records, only_survey)
         if moved:
             increment_version(prepared.codes)  # the kernel writes through addresses
@@ -201,13 +221,8 @@ class CpuBackend:
             return dispatch.reference().decode(storage, dtype, visible)
         out = torch.empty(storage.shape, dtype=dtype)
         if out.numel():
-            known = interface()
-            record = np.zeros(1, dtype=known.storage)
-            _fill_storage(record[0], storage)
-            known.library.ml_decode(
-                ctypes.c_void_p(record.ctypes.data),
-                ctypes.c_int64(storage.layout.rows),
-                ctypes.c_int64(storage.layout.cols),
+            interface().library.ml_decode(
+                *_described(storage),
                 visible and not storage.format.shown,
                 ctypes.c_void_p(out.data_ptr()),
                 dtype == torch.bfloat16,

@@ -156,7 +156,9 @@ def tables(document: Document) -> dict[str, Table]:
         found["forward: decoding and products of one layer"] = forward_table(document)
     if document.get("end_to_end"):
         parameters = document["end_to_end"][0]["parameters"]
-        found[f"end-to-end: a training step of a GPT of {parameters:,} parameters"] = end_to_end_table(document)
+        kept = max(row.get("decode_cache", 0) for row in document["end_to_end"])
+        how = f", up to {kept / 1e6:.3g} MB of decoded weights kept" if kept else ""
+        found[f"end-to-end: a training step of a GPT of {parameters:,} parameters{how}"] = end_to_end_table(document)
     if document.get("growth"):
         found["growth: one step of one matrix"] = growth_table(document)
     return {f"{title}, on {processor_line(document)}": table for title, table in found.items()}

@@ -22,6 +22,7 @@ from masterless.lab.bench.growth import SIZES, grow
 from masterless.lab.bench.step_time import StepTimes
 from masterless.lab.commands.common import fail
 from masterless.lab.train.config import MOST_THREADS
+from masterless.tensor.cache import byte_count
 
 SECTIONS = ("step", "forward", "end-to-end", "growth")
 Tell = Callable[[str], None]
@@ -50,6 +51,7 @@ def bench(
     only: str = typer.Option("", help="Only steps whose name contains this, with their baselines."),
     largest: int = typer.Option(500_000_000, min=1, help="Parameters up to which growth is measured."),
     processor_time: bool = typer.Option(False, help="End to end: the processor's time (busy machines, one thread)."),
+    decode_cache: str = typer.Option("0", help="End to end: keep decoded weights, up to so many bytes, e.g. 64MB."),
     out: Path | None = typer.Option(None, help="Write tables (.md, .json) into this directory."),  # noqa: B008
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead of tables."),
 ) -> None:
@@ -60,13 +62,14 @@ def bench(
             raise ValueError(f"{section!r}: no such section; choose from {', '.join(SECTIONS)}")
     counts = [_thread_count(text) for text in threads.split(",")]
     tensors = tensor_sizes.choose(sizes.split(","))
+    kept = _decode_cache(decode_cache)
     status = Console(stderr=True).status("kernel against reference")
     with status:
         try:
             compared = parity.check()
         except parity.ParityError as error:
             raise fail(str(error)) from None
-        options = {"sizes": sizes, "threads": threads, "repeats": repeats, "only": only}
+        options = {"sizes": sizes, "threads": threads, "repeats": repeats, "only": only, "decode_cache": kept}
         versions = {name: version for guests in GUESTS for name, version in guests.versions().items()}
         document: dict[str, Any] = {"machine": report.machine(versions), "options": options, "parity": compared}
 
@@ -88,7 +91,7 @@ def bench(
             document["end_to_end"] = [
                 asdict(row)
                 for n in counts
-                for row in end_to_end(n, repeats, processor_time=processor_time, report=tell)
+                for row in end_to_end(n, repeats, processor_time=processor_time, decode_cache=kept, report=tell)
             ]
             save()
         if "growth" in chosen:
@@ -107,6 +110,15 @@ def _thread_count(text: str) -> int:
     if not re.fullmatch(r"\s*\d{1,6}\s*", text) or not 1 <= int(text) <= MOST_THREADS:
         raise ValueError(f"--threads {text[:60]!r}: no number of threads up to {MOST_THREADS}; write e.g. 1,2")
     return int(text)
+
+
+def _decode_cache(text: str) -> int:
+    try:
+        return byte_count(text)
+    except ValueError:
+        raise ValueError(
+            f"--decode-cache {text[:60]!r}: is no number of bytes; write e.g. 64MB or 64MiB, or 0 for none"
+        ) from None
 
 
 def _step(

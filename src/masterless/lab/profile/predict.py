@@ -3,6 +3,7 @@
 Contract:
     * Weights and states are exact (`insight.memory`). Activations are the plan's model for unfused kernels in fp32.
     * Forward pass: everything static, the activations of all layers, logits and their log-softmax, one decoded matrix.
+    * Decoded weights that are kept (`cache_decoded_`) are there from the first forward pass on.
     * Backward pass: the larger of its two ends. At its beginning all activations are there, and the gradient of the
       logits; at its end all gradients are, and one layer. With steps in the backward pass only one gradient is.
     * In a layer, gradients of activations live beside them: those of the widest product, twice (experts: three times).
@@ -19,6 +20,7 @@ from masterless.lab.models import GPT
 from masterless.lab.plan.activations import head_bytes, layer_bytes, padding
 from masterless.lab.plan.parameters import Geometry
 from masterless.optim import LowBitOptimizer
+from masterless.tensor.cache import place_of, reserved_bytes
 from masterless.tensor.quantized import QuantizedTensor
 
 _FP32 = 4
@@ -34,6 +36,7 @@ class Prediction:
         forward: the peak of the forward pass, static part included.
         backward: the peak of the backward pass.
         step: the peak of the optimizer's step.
+        kept: of decoded weights that are kept between uses; part of all peaks.
     """
 
     weights: int
@@ -41,6 +44,7 @@ class Prediction:
     forward: int
     backward: int
     step: int
+    kept: int = 0
 
     @property
     def static(self) -> int:
@@ -86,7 +90,8 @@ def predict_step(
     parts = predict_optimizer(optimizer).values()
     weights, states = sum(p.weights for p in parts), sum(p.states for p in parts)
     sizes = [p.numel() * p.itemsize for p in model.parameters()]
-    decoded = max((p.numel() * p.itemsize for p in model.parameters() if isinstance(p, QuantizedTensor)), default=0)
+    others = [p for p in model.parameters() if isinstance(p, QuantizedTensor) and place_of(p) is None]
+    decoded, kept = max((p.numel() * p.itemsize for p in others), default=0), reserved_bytes(model)
     layer = tokens * layer_bytes(g, bool(g.moe_layers), fused=False, compute=_FP32)
     layers = (g.dense_layers + g.moe_layers) * layer
     logits = tokens * g.vocab * _FP32
@@ -94,11 +99,11 @@ def predict_step(
     wide = round(padding(g) * g.top_k * g.moe_ff) if g.moe_layers else g.ff
     flowing = (3 if g.moe_layers else 2) * tokens * wide * _FP32  # batched products copy one of them
     buffers = sum(predicted_bytes(parse("int8"), p.shape) for p in model.parameters())  # of `step_in_backward`
-    static = weights + states + (buffers if in_backward and accumulate > 1 else 0)
+    static = weights + states + kept + (buffers if in_backward and accumulate > 1 else 0)
     forward = static + layers + norm + 2 * logits + decoded
     if in_backward:
         backward = static + layers + norm + max(3 * logits, logits + flowing + decoded + max(sizes))
-        return Prediction(weights, states, forward, backward, static)
+        return Prediction(weights, states, forward, backward, static, kept)
     beginning = static + layers + norm + max(3 * logits, logits + flowing + decoded + max(sizes))
     end = static + sum(sizes) + layer + logits + decoded
-    return Prediction(weights, states, forward, max(beginning, end), static + sum(sizes))
+    return Prediction(weights, states, forward, max(beginning, end), static + sum(sizes), kept)

@@ -20,6 +20,7 @@ from masterless.lab.models import GPT, GPTConfig
 from masterless.optim import LowBitOptimizer
 from masterless.optim.backward import BackwardStepper, step_in_backward
 from masterless.tensor.build import build_quantized
+from masterless.tensor.cache import byte_count, cache_decoded_
 from masterless.tensor.state import joined, load_rounded_
 
 from .config import ConfigError, RunConfig
@@ -64,6 +65,8 @@ def build(
     shape = GPTConfig(vocab_size=corpus.vocab_size, **model_options(config))
     options = {"lr": config.lr, "weight_decay": config.weight_decay, **_optimizer_options(config)}
     model, optimizer = assemble(shape, config.weights, config.optimizer, options, config.seed, prepare)
+    if byte_count(config.decode_cache):
+        cache_decoded_(model, config.decode_cache)
     return Built(corpus, model, optimizer)
 
 

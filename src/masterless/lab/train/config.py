@@ -23,6 +23,7 @@ from masterless.formats import parse
 from masterless.interop.files import FileError, read_bytes, reason_of
 from masterless.optim.presets import get_preset
 from masterless.optim.trade import traded_format
+from masterless.tensor.cache import byte_count
 from masterless.tensor.quantized import as_weight
 
 _LR = {"Lion": 3e-4, "SGD": 0.1, "Adafactor": 0.05}  # AdamW's and its relatives' is 2e-3
@@ -110,6 +111,9 @@ class RunConfig:
     keep: int = _option(2, "run", "Checkpoints to keep.")
     seed: int = _option(0, "run", "Of initial weights, batches and rounding.")
     threads: int | None = _option(None, "run", "Threads of the computation.", "torch's default")
+    decode_cache: str | None = _option(
+        None, "run", "Keep decoded weights between uses, up to so many bytes, e.g. 64MB; the same results.", "none"
+    )
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(RunConfig)}
@@ -233,6 +237,21 @@ def _check(config: RunConfig) -> None:
         late = as_weight(config.trade_for) if config.trade_for else traded_format(weights, parse(config.exp_avg or ""))
         if late.bits + late.fine_bits <= weights.bits + weights.fine_bits:
             raise ConfigError(f"trade-for={config.trade_for}: has no more bits than weights {config.weights}; try int8")
+
+    _check_decode_cache(config)
+
+
+def _check_decode_cache(config: RunConfig) -> None:
+    try:
+        size = byte_count(config.decode_cache)
+    except ValueError:
+        reason = "is no number of bytes; write e.g. 64MB or 64MiB, or leave it out"
+        raise ConfigError(f"decode-cache={config.decode_cache}: {reason}") from None
+    if size and config.weights in ("fp32", "bf16"):
+        raise ConfigError(
+            f"decode-cache={config.decode_cache}: weights {config.weights!r} are not decoded; leave it out, or pass "
+            f"--weights int8"
+        )
 
 
 def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
