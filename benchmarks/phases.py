@@ -56,7 +56,7 @@ def measure(name: str, repeats: int) -> dict[str, float]:
     p.grad = (torch.randn(SHAPE) * 0.01).to(dense.dtype)
     # Thousands of steps with the same random numbers must not lead anywhere, hence the tiny learning rate.
     optimizer = ml.AdamW([p], 1e-9, weight_decay=0.1, **options)
-    for _ in range(300):  # until the correction of v's bias hardly moves: with that of an early step momentum would grow
+    for _ in range(300):  # until the correction of v's bias hardly moves: an early one would make momentum grow
         p.grad.copy_(torch.randn(SHAPE) * 0.01)
         optimizer.step()
     assert optimizer.plan.batch is not None

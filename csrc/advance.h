@@ -26,8 +26,12 @@ struct Upcoming {
         at += bytes;
     }
 
-    // Inlined: GCC takes a function that only asks for one without any effect.
-    __attribute__((always_inline)) void ask_for(int byte) const { __builtin_prefetch(at + byte, 1); }
+    // The lines of 2 kLanes numbers from number 2i on, of so many bytes each. Inlined: GCC takes a function that only asks
+    // for one without any effect.
+    template <int kBytes>
+    __attribute__((always_inline)) void ask_for_lines(int i) const {
+        for (int line = 0; line < 2 * kLanes * kBytes; line += kCacheLine) __builtin_prefetch(at + 2 * i * kBytes + line, 1);
+    }
 
     void ask_for_all() {
         for (int line = 0; line < bytes; line += kCacheLine) __builtin_prefetch(at + line, 1);
@@ -106,12 +110,16 @@ constexpr int kHalf = kChunk / 2;
 // another's.
 class PackedReader {
   public:
-    explicit PackedReader(int bits) : mask_(16 * bits - 1), shift_(bits == 2 ? 2 : 0) {}
+    explicit PackedReader(int bits) : mask_(16 * bits - 1), is_two_bits_(bits == 2) {}
 
-    vi pair(const uint8_t* data, int o) const { return load_bytes(data + (o & mask_)) >> (o < kHalf / 2 ? 0 : shift_); }
+    vi pair(const uint8_t* data, int o) const {
+        const vi bytes = load_bytes(data + (o & mask_));
+        return is_two_bits_ && o >= kHalf / 2 ? bytes >> 2 : bytes;
+    }
 
   private:
-    int mask_, shift_;
+    int mask_;
+    bool is_two_bits_;
 };
 
 // Codes as `PackedReader` reads them: two-bit codes of a short chunk become four-bit ones, in the caller's room, for
@@ -263,6 +271,8 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                 vf first_peak{};
                 LogChunk statistics;
                 for (int i = 0; i < half; i += kLanes) {
+                    next_gradient.ask_for_lines<kNarrow ? 2 : 4>(i);
+                    if (kWeight == From::kPlace) next_weight.ask_for_lines<4>(i);
                     vi weight_codes{}, finer_codes{}, first_codes{}, second_codes{};
                     if (kWeight == From::kTable || kInTwo) weight_codes = weights.pair(t.weight_codes, i);
                     if (kInTwo) finer_codes = finer.pair(t.finer_codes, i);
@@ -271,8 +281,6 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
 #pragma GCC unroll 2
                     for (int j = 0; j < 2; ++j) {
                         const int o = j * half + i, e = start + o;
-                        next_gradient.ask_for(o * (kNarrow ? 2 : 4));
-                        if (kWeight == From::kPlace) next_weight.ask_for(o * 4);
                         vf w;
                         if (kWeight == From::kTable)
                             w = lookup(weight_table, weight_codes >> 4 * j);
