@@ -233,7 +233,8 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                            : kWeight == From::kHidden ? splat(scale * (1.0f / (1 << kFiner)))
                                                       : splat(scale);
                 t.weight_codes = weight_at.codes(), weight_at.next(length);
-                if (kWeight == From::kTable) t.weight_codes = readable_codes(t.weight_codes, task.weight.bits, length, rooms[k][0]);
+                if (kWeight == From::kTable)
+                    t.weight_codes = readable_codes(t.weight_codes, task.weight.bits, length, rooms[k][0]);
                 if (kWeight == From::kSix) t.finer_codes = readable_codes(t.weight_codes + t.half, 2, length, rooms[k][0]);
                 if (kWeight == From::kHidden) t.finer_codes = hidden + t.start / 2;
             }
@@ -265,8 +266,9 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             // Inlined once for every kind of chunk: what is known of it is then no variable.
             const auto advance = [&](bool is_short, bool may_be_zero) __attribute__((always_inline)) {
                 const int half = is_short ? t.half : kHalf;
-                const PackedReader &weights = is_short ? of_short_chunks : of_weights, &finer = is_short ? of_short_chunks : of_finer,
-                                   &firsts = is_short ? of_short_chunks : of_firsts, &seconds = is_short ? of_short_chunks : of_seconds;
+                const auto reader = [&](const PackedReader& whole) { return is_short ? of_short_chunks : whole; };
+                const PackedReader weights = reader(of_weights), finer = reader(of_finer), firsts = reader(of_firsts),
+                                   seconds = reader(of_seconds);
                 vi weight_peak{};
                 vf first_peak{};
                 LogChunk statistics;

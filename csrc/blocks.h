@@ -39,7 +39,8 @@ inline void for_blocks_together(const Span& span, int64_t block_length, Look&& l
 
 // The largest magnitude of a block as its scale needs it, of the chunks' where those are known and its own.
 inline float block_peak(const MlStorage& s, const Span& span, const float* x, int e, int length, const vf* of_chunks) {
-    if (!of_chunks || s.negative_factor != 1.0f || (s.block % kChunk && s.block != span.length)) return block_peak(s, x + e, length);
+    const bool has_chunks = s.block % kChunk == 0 || s.block == span.length;
+    if (!of_chunks || !has_chunks || s.negative_factor != 1.0f) return block_peak(s, x + e, length);
     const int row = e / span.length, first = row * span.chunks_of_row() + (e - row * span.length) / kChunk;
     vf peak{};
     for (int i = 0; i * kChunk < length; ++i) peak = max(peak, of_chunks[first + i]);

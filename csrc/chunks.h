@@ -1,8 +1,8 @@
 // Whole chunks of the formats that presets are made of, encoded and packed in registers: to the same bytes as `codec.h`.
 //
-// Contract: a chunk is whole, or the even end of a row (`Span::has_even_chunks`). It has one scale (or one block's metadata; INT4 with hidden bits: or one for every kGroup elements); codes
-// are signed integers of 2, 4, 6 or 8 bits, INT4 with four hidden bits, FP8, or logarithmic of 2, 4 or 8 bits. All else is
-// `codec.h`'s.
+// Contract: a chunk is whole, or the even end of a row (`Span::has_even_chunks`). It has one scale (or one block's metadata;
+// INT4 with hidden bits in whole chunks: or one for every kGroup elements); codes are signed integers of 2, 4, 6 or 8 bits,
+// INT4 with four hidden bits, FP8, or logarithmic of 2, 4 or 8 bits. All else is `codec.h`'s.
 #pragma once
 
 #include <type_traits>

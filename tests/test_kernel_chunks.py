@@ -29,7 +29,7 @@ def surveyed_first(tasks):
     "weight", ["fp32", "bf16", "int8", "int8:128", "int6", "int4", "int4+4", "int4+4:32", "fp8", "int4:32"]
 )
 def test_even_chunks(weight, shape, perform):
-    """What presets are made of, in rows of whole chunks or with an even end: rules, moments, gradients, rounding, eps."""
+    """What presets are made of, in whole chunks and even ends of rows: rules, moments, gradients, rounding, eps."""
     rng = random.Random(f"{weight}{shape}")
     cases = [
         Case(
