@@ -319,6 +319,15 @@ def muons_at_150k() -> list[Recipe]:
     return [known[f"Muon {label}"] for label in wanted]
 
 
+def muons_in_parts() -> list[Recipe]:
+    """What costs what of INT8 weights and a 4-bit momentum: each alone; and a finer momentum."""
+    return [
+        muon("int8, fp32 m .8", "int8", "fp32", 0.8),
+        muon("fp32 weights, int4:32 m .8", None, "int4:32", 0.8),
+        muon("int8, int8 m .8", "int8", "int8", 0.8),
+    ]
+
+
 def lions() -> list[Recipe]:
     """Lion: its step is a sign, which carries no error; hidden bits keep it."""
     usual: Options = {"betas": (0.9, 0.99), "error_compensation": False}
@@ -348,9 +357,10 @@ def cells() -> list[Cell]:
     # Is the longer momentum as good with 2048 tokens per step, at the learning rate that is fp32's best?
     found += _grid("candidates", of_larger_steps()[:3], (MIDDLE,), sweep=(0,), seeds=range(4), lrs=(4e-3,), growth=0)
     found += _grid("muon", muons_at_150k(), (MIDDLE,), sweep=(0,), seeds=range(2), lrs=(16e-3, 32e-3), growth=0)
+    found += _grid("muon", muons_in_parts(), (MIDDLE,), sweep=(0,), seeds=range(2), lrs=(16e-3,), growth=0)
     # The largest size, where a run takes a quarter of an hour of a core.
     once: Options = {"sweep": (0,), "seeds": (0,), "growth": 0}
-    found += _grid("large", [TWO, nearest(THIRTEEN), one_traded[0]], (LARGE,), **once, lrs=(4e-3,))
+    found += _grid("large", [TWO, one_traded[0], nearest(THIRTEEN)], (LARGE,), **once, lrs=(4e-3,))
     found += _grid("batch", of_larger_steps()[5:], (larger_steps,), seeds=range(6), **two_lrs)
     found += _grid("traded", one_traded, (SMALL,), sweep=(0,), seeds=range(6), lrs=(16e-3,), growth=0)
     found += _grid("traded", one_traded, (MIDDLE,), sweep=(0,), seeds=range(8), lrs=(8e-3,), growth=0)
