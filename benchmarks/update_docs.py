@@ -127,6 +127,13 @@ TABLES["bench-forward"] = _bench(lambda document: report.markdown(report.forward
 TABLES["bench-end-to-end"] = _bench(
     lambda document: report.markdown(report.end_to_end_table(document)), "end_to_end", folder="bench_end_to_end"
 )
+TABLES["bench-end-to-end-cached"] = _bench(
+    lambda document: report.markdown(report.end_to_end_table(document)), "end_to_end", folder="bench_end_to_end_cached"
+)
+for _size in ("rows", "tiny"):
+    TABLES[f"bench-alone-{_size}"] = _bench(
+        lambda document, size=_size: report.markdown(report.step_table(document, size)), "step", _size, "bench_short"
+    )
 TABLES["bench-growth"] = _bench(lambda document: report.markdown(report.growth_table(document)), "growth")
 
 

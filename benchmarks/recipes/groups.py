@@ -320,11 +320,12 @@ def muons_at_150k() -> list[Recipe]:
 
 
 def muons_in_parts() -> list[Recipe]:
-    """What costs what of INT8 weights and a 4-bit momentum: each alone; and a finer momentum."""
+    """What costs what of INT8 weights and a 4-bit momentum: each alone; other ways with what rounding loses."""
     return [
         muon("int8, fp32 m .8", "int8", "fp32", 0.8),
+        muon("int8, int4:32 m .8, nearest", "int8", "int4:32", 0.8, weight_rounding="nearest"),
+        muon("int8, int4:32 m .8, injected", "int8", "int4:32", 0.8, error_compensation=True),
         muon("fp32 weights, int4:32 m .8", None, "int4:32", 0.8),
-        muon("int8, int8 m .8", "int8", "int8", 0.8),
     ]
 
 
