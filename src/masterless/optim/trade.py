@@ -69,7 +69,7 @@ def trade_momentum_(optimizer: Adam, weights: str | Format | None = None) -> Tra
 
     INT4 weights with a 4-bit momentum become INT8 weights without one: as many bytes, and nothing that rounding took is
     outstanding. For AdamW and Adam whose weights inject their rounding errors; best when the learning rate has fallen
-    to a sixth of its peak or so (docs/recipes.md).
+    to a sixth of its peak or so (docs/recipes-appendix.md).
 
     Args:
         optimizer: `AdamW` or `Adam` over quantized parameters.
