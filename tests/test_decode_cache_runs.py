@@ -1,11 +1,10 @@
 """``masterless train --decode-cache``: the same run to the bit, interrupted and resumed; what cannot be is refused."""
 
-import random
 import signal
 import warnings
 
 import pytest
-from train_runs import TINY, differences, interrupt, run
+from train_runs import TINY, differences, interrupt, run, write_text
 
 from masterless.lab.cli import app
 from masterless.lab.train.config import read_toml
@@ -13,11 +12,7 @@ from masterless.lab.train.config import read_toml
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    words = "the quick brown fox jumps over a lazy dog while seven wizards boil quartz".split()
-    source = random.Random(0)
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(" ".join(source.choice(words) for _ in range(8000)))
-    return path
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import warnings
 
 import pytest
 import torch
-from train_runs import TINY, command, differences, interrupt, run
+from train_runs import TINY, command, differences, interrupt, run, write_text
 
 from masterless.lab.train import run_files as checkpoints
 from masterless.lab.train.config import FIELDS, ConfigError, RunConfig, read_toml, resolve, to_toml
@@ -43,11 +42,7 @@ def cli(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    words = "the quick brown fox jumps over a lazy dog while seven wizards boil quartz".split()
-    source = random.Random(0)
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(" ".join(source.choice(words) for _ in range(8000)))
-    return path
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """``masterless train`` in processes of its own: begun, interrupted, compared."""
 
+import random
 import subprocess
 import sys
 
@@ -45,3 +46,11 @@ def _tensors(checkpoint):
     for index, state in checkpoint["optimizer"]["state"].items():
         found.update({f"state {index} {key}": torch.as_tensor(value) for key, value in state.items()})
     return found
+
+
+def write_text(path):
+    """A small text to train on."""
+    words = "the quick brown fox jumps over a lazy dog while seven wizards boil quartz".split()
+    source = random.Random(0)
+    path.write_text(" ".join(source.choice(words) for _ in range(8000)))
+    return path
