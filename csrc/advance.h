@@ -50,7 +50,7 @@ struct Tile {
     LogChunk* second_statistics;     // out, likewise
     Upcoming next_gradient, next_weight, next_first, next_second;
     const Scalars* scalars;
-    const vf *weight_levels, *first_levels;  // of codes that tables are made for
+    const Table *weight_levels, *first_levels;  // of codes that tables are made for
 };
 
 // How a weight comes: from its buffer, where it lies as fp32, or as stored codes: integers of a byte, few bits that a table
@@ -177,17 +177,20 @@ class ChunkCursor {
 };
 
 // The levels of a scaled format of few bits, in units of the scale; otherwise nothing.
-inline vf code_levels(const MlStorage& s) {
-    vf levels{};
+inline Table code_levels(const MlStorage& s) {
+    Table levels{};
     if (is_scaled(s) && s.kind != ML_LOG && s.bits <= kTableBits)
-        with_grid(s, [&](const auto& grid) { levels = grid.level(lane_numbers() & ((1 << s.bits) - 1)); });
+        with_grid(s, [&](const auto& grid) {
+            levels = table_of([&](vi index) { return grid.level(index & ((1 << s.bits) - 1)); });
+        });
     return levels;
 }
 
 // What the rule wants of a chunk's codes. Tables of several chunks are made at a time: each is a chain of dependent
 // operations, and several of them overlap.
 struct ChunkTables {
-    vf weight, first, kept, before;  // of the weight: what stays of it; or the scale, if it has no table
+    Table weight, first, kept, before;  // of the weight: what stays of it
+    vf weight_scale;                    // if it has no table
     const uint8_t *weight_codes, *finer_codes, *first_codes, *second_codes;  // finer: the lower bits of a weight's
     uint64_t random;
     int start, half;   // in the span; half its length
@@ -207,7 +210,10 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     const Tile b = tile;  // a copy, which no store below can change
     Scalars c = *b.scalars;
     c.has_eps_square = true;  // `passage` asks for it
-    const vf largest = splat(kLargest), weight_levels = *b.weight_levels, first_levels = *b.first_levels;
+    const vf largest = splat(kLargest);
+    const Table weight_levels = *b.weight_levels, first_levels = *b.first_levels;
+    // Then one vector is the whole table. It is known here where it always is.
+    const bool second_has_few_levels = kLanes < (1 << kTableBits) && task.second.bits <= 2;
     const vi weight_zero = splat(task.weight.zero_code);
     const uint8_t* const hidden = kWeight == From::kHidden ? packed_hidden_codes(task.weight, span) : nullptr;
     const PackedReader of_weights(kInTwo ? 4 : task.weight.bits), of_finer(kFiner), of_firsts(task.first.bits),
@@ -229,9 +235,10 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             t.random = chunk_word(task.weight.key, span.chunk + (uint64_t)(group + k));
             if (kWeightStored) {
                 const float scale = read_scale(task.weight, span.row, weight_at.block());
-                t.weight = kWeight == From::kTable    ? weight_levels * scale * c.decay
-                           : kWeight == From::kHidden ? splat(scale * (1.0f / (1 << kFiner)))
-                                                      : splat(scale);
+                if (kWeight == From::kTable)
+                    t.weight = mapped(weight_levels, [&](vf level) { return level * scale * c.decay; });
+                else
+                    t.weight_scale = splat(kWeight == From::kHidden ? scale * (1.0f / (1 << kFiner)) : scale);
                 t.weight_codes = weight_at.codes(), weight_at.next(length);
                 if (kWeight == From::kTable)
                     t.weight_codes = readable_codes(t.weight_codes, task.weight.bits, length, rooms[k][0]);
@@ -239,18 +246,24 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                 if (kWeight == From::kHidden) t.finer_codes = hidden + t.start / 2;
             }
             if (kPacked) {
-                t.first = first_levels * read_scale(task.first, span.row, first_at.block());
-                if (Rule::kTakesKept) t.first = t.first * c.keep1;
+                const float scale = read_scale(task.first, span.row, first_at.block());
+                t.first = mapped(first_levels, [&](vf level) {
+                    return Rule::kTakesKept ? level * scale * c.keep1 : level * scale;
+                });
                 t.first_codes = readable_codes(first_at.codes(), task.first.bits, length, rooms[k][1]);
                 first_at.next(length);
             }
             t.may_be_zero = true;
             if (kSecondPacked) {
                 const LogBlock block = read_log_block(task.second, second_at.block());
-                const vf levels = log_levels(block, task.second.bits);
-                t.kept = levels * c.keep2;
-                if (kCarries) t.before = root_before(levels, c);
-                t.may_be_zero = !all(t.kept > 0.0f);
+                const Table levels = log_levels(block, task.second.bits);
+                t.may_be_zero = false;
+                t.kept = mapped(levels, [&](vf level) {
+                    const vf kept = level * c.keep2;
+                    t.may_be_zero |= !all(kept > 0.0f);
+                    return kept;
+                });
+                if (kCarries) t.before = mapped(levels, [&](vf level) { return root_before(level, c); });
                 t.second_codes = readable_codes(second_at.codes(), task.second.bits, length, rooms[k][2]);
                 second_at.next(length);
             }
@@ -258,13 +271,14 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
         for (int k = 0; k < chunks; ++k) {
             const ChunkTables& t = tables[k];
             const int chunk = group + k, start = t.start;
-            const vf weight_table = t.weight, first_table = t.first, kept_table = t.kept, before_table = t.before;
+            const Table weight_table = t.weight, first_table = t.first, kept_table = t.kept, before_table = t.before;
+            const vf weight_scale = t.weight_scale;
             ChunkRandom random(t.random);
             next_first.ask_for_all();
             next_second.ask_for_all();
             if (kWeight != From::kPlace) next_weight.ask_for_all();
             // Inlined once for every kind of chunk: what is known of it is then no variable.
-            const auto advance = [&](bool is_short, bool may_be_zero) __attribute__((always_inline)) {
+            const auto advance = [&](bool is_short, bool may_be_zero, bool has_few_levels) __attribute__((always_inline)) {
                 const int half = is_short ? t.half : kHalf;
                 const auto reader = [&](const PackedReader& whole) { return is_short ? of_short_chunks : whole; };
                 const PackedReader weights = reader(of_weights), finer = reader(of_finer), firsts = reader(of_firsts),
@@ -287,10 +301,10 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                         if (kWeight == From::kTable)
                             w = lookup(weight_table, weight_codes >> 4 * j);
                         else if (kWeight == From::kBytes)
-                            w = to_float(load_bytes(t.weight_codes + o) - weight_zero) * weight_table;
+                            w = to_float(load_bytes(t.weight_codes + o) - weight_zero) * weight_scale;
                         else if (kInTwo)
                             w = to_float(joined<kFiner>(weight_codes >> 4 * j, finer_codes >> 4 * j) - weight_zero) *
-                                weight_table;
+                                weight_scale;
                         else
                             w = load<vf>(b.w + e);
                         const vf g = kNarrow ? load_bf16(b.narrow_g + e) : load<vf>(b.g + e);
@@ -300,8 +314,9 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                         else
                             m = Rule::kTakesKept ? load<vf>(b.m + e) * c.keep1 : load<vf>(b.m + e);
                         if (kSecondPacked) {
-                            kept = lookup(kept_table, second_codes >> 4 * j);
-                            if (kCarries) before = lookup(before_table, second_codes >> 4 * j);
+                            const vi code = second_codes >> 4 * j;
+                            kept = has_few_levels ? lookup(kept_table.low, code) : lookup(kept_table, code);
+                            if (kCarries) before = has_few_levels ? lookup(before_table.low, code) : lookup(before_table, code);
                         } else {
                             stored = load<vf>(b.v + e);
                             kept = stored * c.keep2;
@@ -337,9 +352,11 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                 }
             };
             if (t.half < kHalf)
-                advance(true, true);
+                advance(true, true, false);
+            else if (kSecondPacked && second_has_few_levels)
+                t.may_be_zero ? advance(false, true, true) : advance(false, false, true);
             else
-                kSecondPacked && !t.may_be_zero ? advance(false, false) : advance(false, true);
+                kSecondPacked && !t.may_be_zero ? advance(false, false, false) : advance(false, true, false);
             next_gradient.at += 2 * t.half * (kNarrow ? 2 : 4);
             if (kWeight == From::kPlace) next_weight.at += 2 * t.half * 4;
         }

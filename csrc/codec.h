@@ -72,7 +72,7 @@ inline bool decodes_packed(const MlStorage& s, const Span& span) {
 }
 
 template <int kBits>
-inline void decode_packed_chunk(const uint8_t* data, vf table, float* out) {
+inline void decode_packed_chunk(const uint8_t* data, const Table& table, float* out) {
     constexpr int kHeight = FullPlane<kBits>::kHeight;
     for (int i = 0; i < kHeight; i += kLanes) {
         const vi bytes = load_bytes(data + i);
@@ -85,7 +85,7 @@ inline void decode_packed_chunk(const uint8_t* data, vf table, float* out) {
 template <class Value>
 inline void decode_run(const Codes& codes, int e, int length, int bits, float* out, Value&& value) {
     if (bits <= kTableBits) {
-        const vf table = value(lane_numbers() & ((1 << bits) - 1));
+        const Table table = table_of([&](vi index) { return value(index & ((1 << bits) - 1)); });
         if (codes.is_packed) {
             const uint8_t* const data = codes.visible + packed_offset(e, bits);
             return bits == 2 ? decode_packed_chunk<2>(data, table, out + e) : decode_packed_chunk<4>(data, table, out + e);

@@ -193,11 +193,14 @@ struct LogBlocks {
 };
 
 // What the codes of a block stand for, by code modulo 2^bits.
-inline vf log_levels(const LogBlock& block, int bits) {
+inline Table log_levels(const LogBlock& block, int bits) {
     const int32_t last = (1 << bits) - 1;
-    const vi code = lane_numbers() & last;
-    const vi levels = max((vi)((uint32_t)block.top - (vu)code * ((uint32_t)block.step << kStepUnit)), splat((int32_t)(block.top > 0)));
-    return from_bits(block.zero_flag ? select(code == last, vi{}, levels) : levels);
+    const vi least = splat((int32_t)(block.top > 0));
+    return table_of([&](vi index) {
+        const vi code = index & last;
+        const vi levels = max((vi)((uint32_t)block.top - (vu)code * ((uint32_t)block.step << kStepUnit)), least);
+        return from_bits(block.zero_flag ? select(code == last, vi{}, levels) : levels);
+    });
 }
 
 // Codes of positive numbers in a block; `with_zeros` then turns them into those of a block that has zeros.

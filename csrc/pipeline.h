@@ -344,7 +344,7 @@ class Pipeline {
     MlTask& t_;
     Workspace& b_;
     const Scalars c_;
-    const vf weight_levels_ = code_levels(t_.weight), first_levels_ = code_levels(t_.first);
+    const Table weight_levels_ = code_levels(t_.weight), first_levels_ = code_levels(t_.first);
     Passage passage_;
     int passage_kind_ = -1;
     const float* g_ = nullptr;  // the loaded gradient and the target: in the workspace, or where they are stored

@@ -121,7 +121,8 @@ inline vf magnitude(vf x) { return from_bits(bits(x) & 0x7FFFFFFF); }
 // A float of this size has no fraction, so adding kShift to a smaller number rounds that to an integer, which then
 // stands in the lowest bits. `shifted_floor` is floor(x) + shift for a shift near kShift, `shifted_ceil` likewise.
 constexpr float kShift = 0x1.8p23f;
-// `lookup(table, index)` is table[index] for indices of up to kTableBits bits; higher bits do not count.
+// `lookup(table, index)` is table[index] for indices of up to kTableBits bits; higher bits do not count. A single vector is a
+// table, too, of as many numbers as it has.
 
 // The first n of a vector's 64 bytes, zeros behind them; and back.
 template <class V>
@@ -208,8 +209,14 @@ inline vf shifted_floor(vf x, vf shift) { return (vf)_mm256_floor_ps((__m256)x) 
 inline vf shifted_ceil(vf x, vf shift) { return (vf)_mm256_ceil_ps((__m256)x) + shift; }
 inline vf larger_magnitude(vf a, vf b) { return max(magnitude(a), magnitude(b)); }
 constexpr bool kConvertsUnsigned = false;
-constexpr int kTableBits = 3;
+constexpr int kTableBits = 4;
+struct Table {
+    vf low, high;  // of indices below eight, and of the others
+};
 inline vf lookup(vf table, vi index) { return (vf)_mm256_permutevar8x32_ps((__m256)table, (__m256i)index); }
+inline vf lookup(const Table& table, vi index) {
+    return (vf)_mm256_blendv_ps((__m256)lookup(table.low, index), (__m256)lookup(table.high, index), (__m256)(index << 28));
+}
 inline vf gather(const float* table, vi index) { return (vf)_mm256_i32gather_ps(table, (__m256i)index, 4); }
 constexpr bool kHasFma = true;
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
@@ -293,6 +300,31 @@ inline bool all(vi mask) {
 }
 #endif
 #endif
+
+#if defined(__AVX512F__) || !defined(__AVX2__)
+struct Table {
+    vf low;
+};
+inline vf lookup(const Table& table, vi index) { return lookup(table.low, index); }
+#endif
+
+// f(0), f(1) and so on, which takes vectors of them; and f of what is in a table.
+template <class F>
+inline Table table_of(F&& f) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    return {f(lane_numbers()), f(lane_numbers() + kLanes)};
+#else
+    return {f(lane_numbers())};
+#endif
+}
+template <class F>
+inline Table mapped(const Table& table, F&& f) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    return {f(table.low), f(table.high)};
+#else
+    return {f(table.low)};
+#endif
+}
 
 // Lanes that a comparison holds for, and what is done there alone. GCC takes masks of AVX-512 through vectors where it is
 // left to itself.
