@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 SHAPE = (64, 1024)
 # what: format of the weight (None: dense fp32), dtype of the gradient, options of AdamW
 ENTRIES = {
+    "fp32, int8/log8": (None, "float32", {"exp_avg": "int8", "exp_avg_sq": "log8"}),
     "fp32, int4/log2": (None, "float32", {"exp_avg": "int4", "exp_avg_sq": "log2"}),
     "INT4 + ECO, int4/log2": ("int4", "bfloat16", {"exp_avg": "int4", "exp_avg_sq": "log2"}),
     "INT8 + ECO, int4/log4": ("int8", "bfloat16", {"exp_avg": "int4", "exp_avg_sq": "log4"}),

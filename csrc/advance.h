@@ -15,14 +15,17 @@
 namespace masterless {
 inline namespace MASTERLESS_ISA {
 
-// What the next span will read, asked for a little at a time while this one is computed.
+// What the next span will read, asked for a little at a time while this one is computed. Into the second cache: the first
+// is full of this span.
 struct Upcoming {
     static constexpr int kCacheLine = 64;
     const char* at;
     int bytes;  // to ask for at a time
 
+    __attribute__((always_inline)) static void ask_for(const char* line) { __builtin_prefetch(line, 1, 2); }
+
     void ask_for_more() {
-        __builtin_prefetch(at, 1);
+        ask_for(at);
         at += bytes;
     }
 
@@ -30,11 +33,11 @@ struct Upcoming {
     // for one without any effect.
     template <int kBytes>
     __attribute__((always_inline)) void ask_for_lines(int i) const {
-        for (int line = 0; line < 2 * kLanes * kBytes; line += kCacheLine) __builtin_prefetch(at + 2 * i * kBytes + line, 1);
+        for (int line = 0; line < 2 * kLanes * kBytes; line += kCacheLine) ask_for(at + 2 * i * kBytes + line);
     }
 
     void ask_for_all() {
-        for (int line = 0; line < bytes; line += kCacheLine) __builtin_prefetch(at + line, 1);
+        for (int line = 0; line < bytes; line += kCacheLine) ask_for(at + line);
         at += bytes;
     }
 };

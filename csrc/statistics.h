@@ -159,7 +159,7 @@ inline T largest_magnitude(const T* x, int64_t n, T mask) {
     for (int64_t e = 0; e < part; e += kWidth)
         for (int i = 0; i < kStreams; ++i) {
             const T* const here = x + i * part + e;
-            __builtin_prefetch((const char*)here + kAhead);
+            __builtin_prefetch((const char*)here + kAhead, 0, 2);  // into the second cache: the step comes too late for the first
             const V number = load<V>(here) & mask;
             largest[i] = number > largest[i] ? number : largest[i];
         }

@@ -70,6 +70,11 @@ def test_what_rounding_takes_from_the_momentum_goes_to_the_weight():
     torch.testing.assert_close(w - 9 * state["exp_avg"], theta)
 
 
+def test_a_second_moment_remembers_every_fourth_step_after_a_sixth_of_the_run():
+    stores = TRIALS["v stored every fourth step"].stores_second
+    assert [step for step in range(30) if stores(step, 30)] == [0, 1, 2, 3, 4, 8, 12, 16, 20, 24, 28]
+
+
 @pytest.mark.parametrize("chosen", groups.ideas(), ids=lambda r: r.label)
 def test_every_trial_runs_and_changes_the_run(chosen):
     plain = recipe("", beta1=chosen.beta1, **{k: v for k, v in chosen.options.items() if k == "moment_units"})

@@ -258,10 +258,12 @@ def cells() -> list[Cell]:
     one_traded = [traded(nearest(ONE_INT4), last, to) for last in (0.15, 0.3) for to in ("int8", "int4+4")]
     # A paired gap scatters by about one percent: 22 seeds bring its standard error down to 0.2. All recipes of a seed
     # run next to each other, so that whatever has run is paired.
-    found = _presets_at_150k(range(8, 14), one_traded)
-    found += _grid("long", _long(one_traded), (MIDDLE_LONG,), sweep=(0,), seeds=(0,), lrs=(4e-3,), growth=0)
+    found = _at_150k(range(8, 12), _presets(one_traded) + _int4(one_traded))
+    found += _at_150k(range(12, 22), _presets(one_traded))
+    found += _grid("long", _long(one_traded)[:5], (MIDDLE_LONG,), sweep=(0,), seeds=(0,), lrs=(4e-3,), growth=0)
     found += _grid("large", [TWO, one_traded[0], nearest(THIRTEEN)], (LARGE,), **second, lrs=(4e-3,))
-    found += _presets_at_150k(range(14, 22), one_traded)
+    found += _at_150k(range(12, 22), _int4(one_traded))
+    found += _grid("long", _long(one_traded), (MIDDLE_LONG,), sweep=(0,), seeds=(0, 1), lrs=(4e-3,), growth=0)
     # What presets are made of with larger steps. Single runs scatter by one percent there, too.
     found += _grid("batch", [full(0.8)], (larger_steps,), sweep=(0,), seeds=range(6), lrs=(4e-3, 8e-3, 16e-3), growth=0)
     two_lrs: Options = {"sweep": (0,), "lrs": (8e-3, 16e-3), "growth": 0}
@@ -356,15 +358,24 @@ def cells() -> list[Cell]:
     return found
 
 
-def _presets_at_150k(seeds: Iterable[int], one_traded: Sequence[Recipe]) -> list[Cell]:
-    """fp32, the presets and INT4 with master weights, each at the learning rate that sweeps found best for it."""
-    at_best = [(r, 4e-3) for r in (full(0.8), nearest(THIRTEEN), INT4_QAT_SHORT)]
-    at_best += [(r, 8e-3) for r in (TWO, nearest(FIFTEEN), EIGHTEEN)]
-    groups = [("candidates", *pair) for pair in at_best] + [("traded", r, 8e-3) for r in one_traded[:2]]
+Runs = list[tuple[str, Recipe, float]]  # group, recipe, learning rate: the best that sweeps found for it
+
+
+def _presets(one_traded: Sequence[Recipe]) -> Runs:
+    """fp32, and a preset for each number of bytes."""
+    at_4, at_8 = (full(0.8), nearest(THIRTEEN)), (TWO, nearest(FIFTEEN))
+    plain = [("candidates", r, 4e-3) for r in at_4] + [("candidates", r, 8e-3) for r in at_8]
+    return [*plain, ("traded", one_traded[0], 8e-3)]
+
+
+def _int4(one_traded: Sequence[Recipe]) -> Runs:
+    """An INT4 forward pass with master weights and in one byte; and `1.8-byte`, which costs more than a better one."""
+    return [("candidates", INT4_QAT_SHORT, 4e-3), ("traded", one_traded[1], 8e-3), ("candidates", EIGHTEEN, 8e-3)]
+
+
+def _at_150k(seeds: Iterable[int], runs: Runs) -> list[Cell]:
     return [
-        Cell(group, r, MIDDLE, sweep=(0,), seeds=(seed,), lrs=(lr,), growth=0)
-        for seed in seeds
-        for group, r, lr in groups
+        Cell(group, r, MIDDLE, sweep=(0,), seeds=(seed,), lrs=(lr,), growth=0) for seed in seeds for group, r, lr in runs
     ]
 
 

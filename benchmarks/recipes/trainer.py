@@ -177,11 +177,17 @@ class _Run:
         return found
 
     @torch.no_grad()
-    def _after_step(self) -> None:
-        optimizer = self.optimizers[0]
+    def _take_a_step(self) -> None:
+        states = self.optimizers[0].state
+        forgetful = [p for p, trial in self.trials.items() if not trial.stores_second(self.step, self.setting.steps)]
+        before = {p: states[p]["exp_avg_sq"].clone() for p in forgetful}
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for p, v in before.items():
+            states[p]["exp_avg_sq"].copy_(v)
         for p, trial in self.trials.items():
             if trial.after is not None:
-                trial.after(p.data, optimizer.state[p], self.job.recipe.beta1, self.step)
+                trial.after(p.data, states[p], self.job.recipe.beta1, self.step)
 
     def go(self, progress: Callable[[int, int], None] | None, windows: int | None) -> dict[str, Any]:
         self._resume()
@@ -231,9 +237,7 @@ class _Run:
                 raise ml.NonFiniteGradientError("the loss is not finite")
             nn.utils.clip_grad_norm_(parameters, CLIP)
             self.twin.give(self.model, self.trials)
-            for optimizer in self.optimizers:
-                optimizer.step()
-            self._after_step()
+            self._take_a_step()
             self.step += 1
             self._take()
             self.train_loss += value / part

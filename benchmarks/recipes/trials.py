@@ -2,8 +2,9 @@
 
 Contract:
     * A trial changes a run of fp32 weights and fp32 AdamW in one place: what the forward pass sees of an inner matrix
-      (`shown`, with `start` and `gradient` where training happens in other coordinates), or what is left of its moments
-      after a step (`after`). Everything else stays exact, so that the gap is the idea's own.
+      (`shown`, with `start` and `gradient` where training happens in other coordinates), what is left of its moments
+      after a step (`after`), or which steps its second moment remembers (`stores_second`). Everything else stays exact, so
+      that the gap is the idea's own.
     * What a trial draws is a function of the step: a run made twice is the same.
 """
 
@@ -39,6 +40,7 @@ class Trial:
     shown: Callable[[Tensor], Tensor] = _same  # what the forward pass sees of what is stored
     gradient: Callable[[Tensor], Tensor] = _same  # of what is stored, from that of what is shown
     after: Callable[[Tensor, dict[str, Any], float, int], None] | None = None  # weight, state, beta1, step
+    stores_second: Callable[[int, int], bool] = lambda step, steps: True
 
 
 def _in_groups(w: Tensor, group: int = GROUP) -> Tensor:
@@ -114,6 +116,14 @@ def stored_momentum(levels: tuple[float, ...], two_way: bool) -> Trial:
     return Trial(after=after)
 
 
+def stored_every(steps: int) -> Trial:
+    """A second moment that is stored every so many steps; in between the gradient at hand counts for its own step only.
+
+    Those of the first sixth of a run are all stored: then the correction of v's bias, which counts steps, is nearly one.
+    """
+    return Trial(stores_second=lambda step, all_steps: 6 * step < all_steps or step % steps == 0)
+
+
 TRIALS: dict[str, Trial] = {
     "int4 shown": Trial(shown=coarse),
     "int4 shown, scales by least squares": Trial(shown=lambda w: coarse(w, ratios=RATIOS)),
@@ -123,6 +133,8 @@ TRIALS: dict[str, Trial] = {
     "v in tiles of 16": stored_in_tiles(16),
     "v in tiles of 32": stored_in_tiles(32),
     "v as means of rows and columns": stored_in_tiles(1 << 20),
+    "v stored every second step": stored_every(2),
+    "v stored every fourth step": stored_every(4),
     "4-bit m": stored_momentum(LINEAR, False),
     "4-bit m, its error to the weight": stored_momentum(LINEAR, True),
     "nf4 m": stored_momentum(NF4, False),

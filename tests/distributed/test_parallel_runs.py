@@ -22,7 +22,7 @@ from masterless.distributed.metadata import METADATA, PICKLED, _digest
 from masterless.interop import FileError
 from masterless.lab.cli import app
 
-pytestmark = pytest.mark.timeout(290)
+pytestmark = pytest.mark.timeout(600)
 HERE = Path(__file__).parent
 TEXT = "seven wizards boil quartz over a lazy fire while the quick brown fox looks on. " * 120
 
