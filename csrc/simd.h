@@ -308,6 +308,9 @@ struct Table {
 inline vf lookup(const Table& table, vi index) { return lookup(table.low, index); }
 #endif
 
+// The same; with `few` the first vector is enough.
+inline vf lookup(const Table& table, vi index, bool few) { return few ? lookup(table.low, index) : lookup(table, index); }
+
 // f(0), f(1) and so on, which takes vectors of them; and f of what is in a table.
 template <class F>
 inline Table table_of(F&& f) {
