@@ -220,6 +220,35 @@ def check(cases: Sequence[Case], perform: Callable[[Sequence[Task]], list[int]] 
             assert not differences(right, left), f"step {step} of {case}: {differences(right, left)}"
 
 
+# Whole chunks, and even ends of rows.
+CHUNK_SHAPES = [(5, 384), (2, 2176), (3, 576), (37, 96), (50, 32), (9, 192), (2, 1120)]
+CHUNK_WEIGHTS = ["fp32", "bf16", "int8", "int8:128", "int6", "int4", "int4+4", "int4+4:32", "fp8", "int4:32"]
+
+
+def chunk_cases(weight: str, shape: tuple[int, int]) -> list[Case]:
+    """What presets are made of, in even chunks: rules, moments, gradients, rounding, eps."""
+    rng = random.Random(f"{weight}{shape}")
+    return [
+        Case(
+            rule,
+            weight,
+            first,
+            second,
+            shape,
+            weight_rounding=rng.choice(("nearest", "stochastic")),
+            inject=rule == "adam_weight_units" and rng.random() < 0.7,
+            grad=torch.float32 if weight == "fp32" or rng.random() < 0.5 else torch.bfloat16,
+            gradients=rng.choice(("normal", "normal", "zeros", "sparse", "tiny", "huge", "mixed")),
+            no_eps=rng.random() < 0.3,
+            maximize=rng.random() < 0.1,
+            lr=rng.choice((0.01, 1e-4)),
+        )
+        for rule in ("adam", "adam_update_units", "adam_weight_units")
+        for first in ("int4", "int2", "int8", "dynamic4")
+        for second in ("log2", "log4", "log8", "factored")
+    ]
+
+
 def random_case(rng: random.Random) -> Case:
     """Any rule with any formats, granularities, scale kinds, roundings, policies, shapes and gradients."""
 

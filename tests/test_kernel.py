@@ -338,7 +338,8 @@ def test_description_and_memory_of_a_thread():
 def test_every_instruction_set_agrees(isa):
     code = (
         "import random, kernel_cases as k; r = random.Random(99); k.check([k.random_case(r) for _ in range(40)]); "
-        "k.check([k.hostile_case(r) for _ in range(40)])"
+        "k.check([k.hostile_case(r) for _ in range(40)]); "
+        "k.check(r.sample([c for w in k.CHUNK_WEIGHTS for s in k.CHUNK_SHAPES for c in k.chunk_cases(w, s)], 150))"
     )
     paths = [str(Path(__file__).parent), *sys.path]
     environment = {**os.environ, "MASTERLESS_ISA": isa, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}

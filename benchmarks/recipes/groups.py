@@ -375,7 +375,9 @@ def _int4(one_traded: Sequence[Recipe]) -> Runs:
 
 def _at_150k(seeds: Iterable[int], runs: Runs) -> list[Cell]:
     return [
-        Cell(group, r, MIDDLE, sweep=(0,), seeds=(seed,), lrs=(lr,), growth=0) for seed in seeds for group, r, lr in runs
+        Cell(group, r, MIDDLE, sweep=(0,), seeds=(seed,), lrs=(lr,), growth=0)
+        for seed in seeds
+        for group, r, lr in runs
     ]
 
 

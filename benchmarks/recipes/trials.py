@@ -3,8 +3,8 @@
 Contract:
     * A trial changes a run of fp32 weights and fp32 AdamW in one place: what the forward pass sees of an inner matrix
       (`shown`, with `start` and `gradient` where training happens in other coordinates), what is left of its moments
-      after a step (`after`), or which steps its second moment remembers (`stores_second`). Everything else stays exact, so
-      that the gap is the idea's own.
+      after a step (`after`), or which steps its second moment remembers (`stores_second`). Everything else stays exact,
+      so that the gap is the idea's own.
     * What a trial draws is a function of the step: a run made twice is the same.
 """
 
@@ -119,7 +119,7 @@ def stored_momentum(levels: tuple[float, ...], two_way: bool) -> Trial:
 def stored_every(steps: int) -> Trial:
     """A second moment that is stored every so many steps; in between the gradient at hand counts for its own step only.
 
-    Those of the first sixth of a run are all stored: then the correction of v's bias, which counts steps, is nearly one.
+    Those of the first sixth of a run are all stored: then the correction of v's bias, which counts steps, is near one.
     """
     return Trial(stores_second=lambda step, all_steps: 6 * step < all_steps or step % steps == 0)
 
