@@ -217,7 +217,6 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     const Table weight_levels = *b.weight_levels, first_levels = *b.first_levels;
     // Where a table takes two vectors, that of two-bit codes has the same numbers in both.
     constexpr bool kLongTables = sizeof(Table) > sizeof(vf);
-    const bool few_firsts = kPacked && kLongTables && task.first.bits == 2;
     const bool few_seconds = kSecondPacked && kLongTables && task.second.bits == 2;
     const vi weight_zero = splat(task.weight.zero_code);
     const uint8_t* const hidden = kWeight == From::kHidden ? packed_hidden_codes(task.weight, span) : nullptr;
@@ -283,8 +282,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             next_second.ask_for_all();
             if (kWeight != From::kPlace) next_weight.ask_for_all();
             // Inlined once for every kind of chunk: what is known of it is then no variable.
-            const auto advance = [&](bool is_short, bool may_be_zero, bool few_firsts,
-                                     bool few_seconds) __attribute__((always_inline)) {
+            const auto advance = [&](bool is_short, bool may_be_zero, bool few_seconds) __attribute__((always_inline)) {
                 const int half = is_short ? t.half : kHalf;
                 const auto reader = [&](const PackedReader& whole) { return is_short ? of_short_chunks : whole; };
                 const PackedReader weights = reader(of_weights), finer = reader(of_finer), firsts = reader(of_firsts),
@@ -316,7 +314,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                         const vf g = kNarrow ? load_bf16(b.narrow_g + e) : load<vf>(b.g + e);
                         vf m, kept{}, stored{}, before{};
                         if (kPacked)
-                            m = lookup(first_table, first_codes >> 4 * j, few_firsts);
+                            m = lookup(first_table, first_codes >> 4 * j);
                         else
                             m = Rule::kTakesKept ? load<vf>(b.m + e) * c.keep1 : load<vf>(b.m + e);
                         if (kSecondPacked) {
@@ -356,16 +354,16 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                     b.second_statistics[chunk] = statistics;
                 }
             };
-            const auto advance_whole = [&](bool may_be_zero) __attribute__((always_inline)) {
-                if (few_firsts)
-                    few_seconds ? advance(false, may_be_zero, true, true) : advance(false, may_be_zero, true, false);
-                else
-                    few_seconds ? advance(false, may_be_zero, false, true) : advance(false, may_be_zero, false, false);
-            };
             if (t.half < kHalf)
-                advance(true, true, false, false);
+                advance(true, true, false);
+            else if constexpr (!kSecondPacked)  // every copy of the loop takes the compiler its time
+                advance(false, true, false);
+            else if constexpr (!kLongTables)
+                t.may_be_zero ? advance(false, true, false) : advance(false, false, false);
+            else if (few_seconds)
+                t.may_be_zero ? advance(false, true, true) : advance(false, false, true);
             else
-                kSecondPacked && !t.may_be_zero ? advance_whole(false) : advance_whole(true);
+                t.may_be_zero ? advance(false, true, false) : advance(false, false, false);
             next_gradient.at += 2 * t.half * (kNarrow ? 2 : 4);
             if (kWeight == From::kPlace) next_weight.at += 2 * t.half * 4;
         }
