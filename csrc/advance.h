@@ -6,7 +6,6 @@
 //     stored: those of few bits through tables of a chunk's levels, which hold what the rule wants of them, so that Adam's
 //     roots of the second moment before are taken once for every level. And it notes what the blocks' scales need.
 //   * What does not change within a span is a template's parameter there: a loop with branches costs half as much again.
-//   * Both mix the span's random words along the way.
 #pragma once
 
 #include "codec.h"
@@ -48,7 +47,6 @@ struct Tile {
     const uint16_t* narrow_g;  // bf16, in its place; null: g
     float *w, *m, *v;          // in: as decoded, unless they are read where they are stored; out: target, new moments
     float* backup;             // of w, or null
-    uint32_t* words;           // out: random words; null: nobody draws
     vf *weight_peaks, *first_peaks;  // out, `advance_chunks`: the largest magnitudes of every chunk, by lanes
     LogChunk* second_statistics;     // out, likewise
     Upcoming next_gradient, next_weight, next_first, next_second;
@@ -73,10 +71,8 @@ bool advance_any(const MlTask& task, const Span& span, const Tile& tile) {
              next_second = b.next_second;
     vf finite{};  // zero times a number is zero, zero times anything else is NaN and stays so
     const vf zero{}, largest = splat(kLargest);
-    uint64_t chunk = span.chunk;
     for (int row = 0; row < span.n; row += span.pitch)
-        for (int start = row, end = row + span.length; start < end; start += kChunk, ++chunk) {
-            ChunkRandom random(chunk_word(task.weight.key, chunk));
+        for (int start = row, end = row + span.length; start < end; start += kChunk) {
             next_first.ask_for_all();
             next_second.ask_for_all();
             for (int e = start; e < (end - start < kChunk ? end : start + kChunk); e += kLanes) {
@@ -97,7 +93,6 @@ bool advance_any(const MlTask& task, const Span& span, const Tile& tile) {
                 finite = multiply_add(target, zero, finite);
                 if (kFirst) store(b.m + e, first);
                 if (Rule::kSecond) store(b.v + e, min(u.second, largest));
-                if (b.words) store(b.words + e, random.next());
             }
         }
     return all(finite == 0.0f);
@@ -195,7 +190,6 @@ struct ChunkTables {
     Table weight, first, kept, before;  // of the weight: what stays of it
     vf weight_scale;                    // if it has no table
     const uint8_t *weight_codes, *finer_codes, *first_codes, *second_codes;  // finer: the lower bits of a weight's
-    uint64_t random;
     int start, half;   // in the span; half its length
     bool may_be_zero;  // some second moment, before or after
 };
@@ -236,7 +230,6 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             ChunkTables& t = tables[k];
             const int length = walk.length();
             t.start = walk.start(), t.half = length / 2;
-            t.random = chunk_word(task.weight.key, span.chunk + (uint64_t)(group + k));
             if (kWeightStored) {
                 const float scale = read_scale(task.weight, span.row, weight_at.block());
                 if (kWeight == From::kTable)
@@ -277,7 +270,6 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             const int chunk = group + k, start = t.start;
             const Table weight_table = t.weight, first_table = t.first, kept_table = t.kept, before_table = t.before;
             const vf weight_scale = t.weight_scale;
-            ChunkRandom random(t.random);
             next_first.ask_for_all();
             next_second.ask_for_all();
             if (kWeight != From::kPlace) next_weight.ask_for_all();
@@ -339,9 +331,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                             store(b.v + e, u.second);
                             may_be_zero ? statistics.add(bits(u.second), o) : statistics.add_positive(bits(u.second), o);
                         }
-                        store(b.words + e, random.at(j * half));
                     }
-                    random.advance();
                 }
                 if (kWeight != From::kPlace) b.weight_peaks[chunk] = from_bits(weight_peak);
                 largest_target = max(largest_target, weight_peak);

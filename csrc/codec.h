@@ -4,7 +4,6 @@
 //   * A span is a run of a row that starts at a chunk, and at a block unless one block covers all of it; or some whole
 //     short rows, whose codes, metadata and chunks follow each other as they are stored.
 //   * Float buffers hold a row's numbers, then zeros up to a whole vector.
-//   * Random words, one an element, are drawn beforehand (`advance.h`); without them a number is rounded to nearest.
 //   * Metadata is explicit: decoding reads what is stored; encoding is given the metadata to use, so that the
 //     scale of a block can be known before (held scales) or from elsewhere (rows longer than a span).
 #pragma once
@@ -27,7 +26,7 @@ struct Codes {  // one byte a code; the finer bits of a weight apart
 // fp32 to bf16 on the bits; a carry past the largest finite number is stopped there.
 inline vi round_bf16(vf x, const ChunkDraw* draw, int i) {
     const vu b = (vu)bits(x), magnitude = b & 0x7FFFFFFFu;
-    const vu add = draw ? dither(draw->threshold(i)) : 0x7FFFu + ((magnitude >> 16) & 1u);
+    const vu add = draw ? draw->dither(i) : 0x7FFFu + ((magnitude >> 16) & 1u);
     const vu rounded = min((magnitude + add) & 0xFFFF0000u, splat(kBf16Max));
     return (vi)(rounded | (b & 0x80000000u));
 }
@@ -100,7 +99,7 @@ template <class Grid>
 inline void decode_scaled(const Grid& grid, const MlStorage& s, const Span& span, const Codes& codes, float* out) {
     const int64_t first = metadata_index(s, span);
     const int hidden = s.hidden, bits = s.bits;
-    for_each_run(span, s.block, [&](int e, int length, int block, int) {
+    for_each_run(span, s.block, [&](int e, int length, int block, Place) {
         const float scale = read_scale(s, span.row, first + block) * (1.0f / (float)(1 << hidden));
         if (!hidden)
             return decode_run(codes, e, length, bits, out, [&](vi code) { return grid.level(code) * scale; });
@@ -114,31 +113,23 @@ inline void decode_scaled(const Grid& grid, const MlStorage& s, const Span& span
 template <bool kStochastic, class Grid>
 inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span, const float* x, const Draw& draw,
                           const Metadata* blocks, const Codes& codes, const Injection& inject) {
-    alignas(64) float quotients[kChunk];
     uint8_t *const visible = codes.visible, *const finer = codes.hidden;
     const int hidden = s.hidden, zero_code = s.zero_code;
     const bool is_signed = s.is_signed;
     const vf high = splat(s.limit), low = splat(is_signed ? -s.limit : 0.0f);
-    for_each_run(span, s.block, [&](int e, int length, int block, int chunk) {
+    for_each_run(span, s.block, [&](int e, int length, int block, Place place) {
         const bool fits = blocks[block].fits;
-        const ChunkDraw random = kStochastic ? draw.at(span.chunk + (uint64_t)chunk, e) : ChunkDraw{};
+        const ChunkDraw random = kStochastic ? draw.at(place.chunk, place.element) : ChunkDraw{};
         vf peak{};
         const float scale = blocks[block].scale, unit = scale * (1.0f / (float)(1 << hidden));
-        const float* numerators = x + e;
-        Divisor quotient;
-        if (Divisor::suits(scale)) {
-            quotient = Divisor(unit, blocks[block].inverse);
-        } else {
-            divide(x + e, length, scale, hidden, quotients);
-            numerators = quotients;
-        }
+        const Units units(scale, hidden);
         for (int i = 0; i < length; i += kLanes) {
-            const vf threshold = kStochastic ? random.threshold(i) : vf{};
-            vf t = quotient(load<vf>(numerators + i));
+            vf t = load<vf>(x + e + i) * units.power * units.inverse;
             if (!fits) t = min(max(t, low), high);
             vi code;
-            const vf level = grid.template encode<kStochastic>(t, threshold, code);
-            if (!is_signed) code -= (load<vf>(x + e + i) > 0.0f) & ((code & 0xFFFF) == zero_code);
+            const vf level = grid.template encode<kStochastic>(t, random, i, code);
+            code = (code >> Grid::template code_at<kStochastic>()) & ((1 << (s.bits + hidden)) - 1);
+            if (!is_signed) code -= (load<vf>(x + e + i) > 0.0f) & (code == zero_code);
             if (hidden) {
                 store_bytes(finer + e + i, code & ((1 << hidden) - 1));
                 code >>= hidden;
@@ -146,28 +137,26 @@ inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span
             store_bytes(visible + e + i, code);
             if (inject) peak = larger_magnitude(peak, inject(e + i, load<vf>(x + e + i) - level * unit));
         }
-        if (inject.peaks) inject.peaks[chunk] = max(inject.peaks[chunk], peak);
+        if (inject.peaks) inject.peaks[place.chunk] = max(inject.peaks[place.chunk], peak);
     });
 }
 
-template <class Grid, int kRounding>
+template <int kRounding>
 inline void encode_log(const MlStorage& s, const Span& span, const float* x, const Draw& draw, const Metadata* blocks,
                        const Codes& codes) {
     uint8_t* const visible = codes.visible;
-    for_each_run(span, s.block, [&](int e, int length, int block, int chunk) {
-        const Grid grid(blocks[block].log, s.bits);
-        const ChunkDraw random = kRounding == ML_NEAREST ? ChunkDraw{} : draw.at(span.chunk + (uint64_t)chunk, e);
-        for (int i = 0; i < length; i += kLanes) {
-            const vf number = load<vf>(x + e + i);
-            const vf threshold = kRounding == ML_NEAREST ? vf{} : random.threshold(i);
-            store_bytes(visible + e + i, grid.with_zeros(number, grid.template encode<kRounding>(number, threshold)));
-        }
+    for_each_run(span, s.block, [&](int e, int length, int block, Place place) {
+        const LogGrid grid(blocks[block].log, s.bits);
+        const bool draws = kRounding != ML_NEAREST;
+        const ChunkDraw random = draws ? draw.at(place.chunk, place.element) : ChunkDraw{};
+        for (int i = 0; i < length; i += kLanes)
+            store_bytes(visible + e + i, grid.encode<kRounding>(load<vf>(x + e + i), random, i));
     });
 }
 
 inline void decode_log(const MlStorage& s, const Span& span, const Codes& codes, float* out) {
     const int64_t first = metadata_index(s, span);
-    for_each_run(span, s.block, [&](int e, int length, int block, int) {
+    for_each_run(span, s.block, [&](int e, int length, int block, Place) {
         const LogGrid grid(read_log_block(s, first + block), s.bits);
         decode_run(codes, e, length, s.bits, out, [&](vi code) { return grid.level(code); });
     });
@@ -226,8 +215,8 @@ inline void encode(const MlStorage& s, int64_t cols, const Span& span, const flo
     const int64_t at = span.row * cols + span.col;
     if (s.kind == ML_BFLOAT16) {
         uint16_t* out = dry ? (uint16_t*)codes.visible : (uint16_t*)s.values + at;
-        return for_each_run(span, kChunk, [&](int e, int length, int, int chunk) {
-            const ChunkDraw random = draw ? draw.at(span.chunk + (uint64_t)chunk, e) : ChunkDraw{};
+        return for_each_run(span, kChunk, [&](int e, int length, int, Place place) {
+            const ChunkDraw random = draw ? draw.at(place.chunk) : ChunkDraw{};
             const int i = e / span.pitch * span.length + e % span.pitch;  // where it is stored
             encode_bf16(out + i, x + e, length, draw ? &random : nullptr, inject.from(e));
         });
@@ -244,15 +233,13 @@ inline void encode(const MlStorage& s, int64_t cols, const Span& span, const flo
     if (in_place) codes.visible = packed_codes(s, span);
     if (s.kind == ML_LOG) {
         if (!draw)
-            encode_log<LogGrid, ML_NEAREST>(s, span, x, draw, blocks, codes);
+            encode_log<ML_NEAREST>(s, span, x, draw, blocks, codes);
         else if (s.rounding == ML_STOCHASTIC_LOG)
-            encode_log<LogGrid, ML_STOCHASTIC_LOG>(s, span, x, draw, blocks, codes);
+            encode_log<ML_STOCHASTIC_LOG>(s, span, x, draw, blocks, codes);
         else if (s.rounding == ML_STOCHASTIC_VALUE)
-            encode_log<LogGrid, ML_STOCHASTIC_VALUE>(s, span, x, draw, blocks, codes);
-        else if (s.bits == 2)
-            encode_log<TwoBitLogGrid, ML_STOCHASTIC>(s, span, x, draw, blocks, codes);
+            encode_log<ML_STOCHASTIC_VALUE>(s, span, x, draw, blocks, codes);
         else
-            encode_log<LogGrid, ML_STOCHASTIC>(s, span, x, draw, blocks, codes);
+            encode_log<ML_STOCHASTIC>(s, span, x, draw, blocks, codes);
     } else {
         with_grid(s, [&](const auto& grid) {
             draw ? encode_scaled<true>(grid, s, span, x, draw, blocks, codes, inject)

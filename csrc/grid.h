@@ -1,10 +1,10 @@
 // Grids of levels: how a number in units of its scale becomes a code. One class a family of formats.
 //
 // Contract, for each grid:
-//   * `encode<kStochastic>(t, threshold, code)` returns the level (in units of the scale) that t is rounded to, and its
-//     code. Nearest: ties go to the even code. Stochastic: to the upper neighbour where (t - lower) exceeds
-//     threshold * (upper - lower), the threshold in units of kThresholdUnit. The code stands in the lowest 16 bits;
-//     those above may be anything.
+//   * `encode<kStochastic>(t, random, i, code)` returns the level (in units of the scale) that t is rounded to, and its
+//     code. Nearest: ties go to the even code. Stochastic: with the random numbers from element i of a chunk on, to the
+//     upper neighbour where (t - lower) exceeds threshold * (upper - lower).
+//   * The code stands from bit `code_at<kStochastic>()` on, alone in its byte; what is above and below may be anything.
 //   * t lies between the outermost levels.
 //   * `level(code)` is the way back.
 //   * t of the linear grid comes multiplied by 2^hidden, so that its levels are integers.
@@ -16,35 +16,57 @@
 namespace masterless {
 inline namespace MASTERLESS_ISA {
 
-// Integers. The difference of t and the integer below it decides, as it is rounded; where levels stay below 2^7 (kNarrow)
-// rounding t - threshold, a multiple of 2^-17, and going up from there to an integer comes to the same: the difference is
-// exact, but for t between -1/2 and 0, and there both are rounded in the same place, just above -1.
-template <bool kNarrow>
+// Integers below 2^(22 - kBelow). Stochastic: t goes into the binade where kBelow bits are left for its fraction, to which
+// random ones are added; what they carry over is the rounding, and the code stands above them. A level's own t, whose error
+// is below 2^-23 of it, has no fraction there.
+template <int kBelow>
 class LinearGrid {
   public:
-    explicit LinearGrid(const MlStorage& s) : shift_(splat(kShift + (float)s.zero_code)), zero_code_(s.zero_code) {}
+    explicit LinearGrid(const MlStorage& s)
+        : shift_(splat(kShift + (float)s.zero_code)), base_(splat((float)(1 << (23 - kBelow)) + (float)s.zero_code)),
+          zero_code_(s.zero_code) {}
 
-    static bool suits(const MlStorage& s) { return !kNarrow || s.limit < 128.0f; }
+    static bool suits(const MlStorage& s) { return s.limit < (float)(1 << (22 - kBelow)); }
 
     template <bool kStochastic>
-    vf encode(vf t, vf threshold, vi& code) const {
-        const vf shifted = !kStochastic ? t + shift_  // zero codes are even, as kShift is
-                           : kNarrow    ? shifted_ceil(multiply_add(threshold, splat(-kThresholdUnit), t), shift_)
-                                        : shifted_floor(t, shift_);
-        const vf index = shifted - shift_;
-        code = bits(shifted);
-        if (!kStochastic || kNarrow) return index;
-        const vi up = t - index > threshold * kThresholdUnit;
-        code = select(up, code + 1, code);
-        return select(up, index + 1.0f, index);
+    static constexpr int code_at() { return kStochastic ? kBelow : 0; }
+
+    // What is added to t before the random bits of the ring.
+    vf base(const ChunkDraw& random) const { return base_ + splat(kBelowRing.part[random.below_ring()]); }
+
+    template <bool kStochastic>
+    vf encode(vf t, const ChunkDraw& random, int i, vi& code) const {
+        if (!kStochastic) {
+            const vf shifted = t + shift_;  // zero codes are even, as kShift is
+            code = bits(shifted);
+            return shifted - shift_;
+        }
+        return encode(t, base(random), random.part(i), code);
+    }
+
+    // The same with what does not change within a chunk.
+    vf encode(vf t, vf base, vi part, vi& code) const {
+        code = bits(t + base) + (part >> (kFraction - kBelow));
+        return from_bits(code & ~((1 << kBelow) - 1)) - base_;
     }
 
     vf level(vi code) const { return to_float(code - zero_code_); }
 
   private:
-    vf shift_;
+    // The six bits below the ring's, as far as a fraction has them.
+    struct BelowRing {
+        float part[64];
+        constexpr BelowRing() : part() {
+            for (int j = 0; j < 64; ++j) part[j] = (float)(j >> (16 - kBelow)) / (float)(1 << kBelow);
+        }
+    };
+    static constexpr BelowRing kBelowRing{};
+
+    vf shift_, base_;
     int32_t zero_code_;
 };
+
+using NarrowGrid = LinearGrid<kFraction>;
 
 // Sign, E exponent bits, M mantissa bits, subnormals: code = the magnitude's rank, plus the sign bit above it.
 //
@@ -55,13 +77,15 @@ class MinifloatGrid {
   public:
     explicit MinifloatGrid(const MlStorage&) {}
 
+    template <bool>
+    static constexpr int code_at() { return 0; }
+
     template <bool kStochastic>
-    vf encode(vf t, vf threshold, vi& code) const {
+    vf encode(vf t, const ChunkDraw& random, int i, vi& code) const {
         const vi exponent = max(bits(t) & 0x7F800000, splat(kLowestExponent << 23));
         const vf gap = from_bits(exponent - (M << 23)), per_gap = from_bits((vi)(((254u + M) << 23) - (vu)exponent));
         const vf in_gaps = t * per_gap, shift = splat(kShift);
-        const vf shifted = kStochastic ? shifted_ceil(multiply_add(threshold, splat(-kThresholdUnit), in_gaps), shift)
-                                       : in_gaps + shift;
+        const vf shifted = kStochastic ? shifted_ceil(in_gaps - random.threshold(i), shift) : in_gaps + shift;
         const vi gaps = bits(shifted) - bits(shift), first_code = (exponent >> (23 - M)) - (kLowestExponent << M);
         code = first_code + select(gaps < 0, -gaps, gaps);
         const vf level = (shifted - shift) * gap;
@@ -91,8 +115,11 @@ class TableGrid {
         while (first_stride_ * 2 < count_) first_stride_ *= 2;
     }
 
+    template <bool>
+    static constexpr int code_at() { return 0; }
+
     template <bool kStochastic>
-    vf encode(vf t, vf threshold, vi& code) const {
+    vf encode(vf t, const ChunkDraw& random, int i, vi& code) const {
         vi index{};  // the last level that is not above t, by bisection; `levels` is padded with infinities
         for (int stride = first_stride_; stride >= 1; stride /= 2) {
             const vi candidate = index + stride;
@@ -102,7 +129,7 @@ class TableGrid {
         const vf lower = gather(levels_, index), upper = gather(levels_, index + 1);
         vi up;
         if (kStochastic) {
-            up = t - lower > threshold * kThresholdUnit * (upper - lower);
+            up = t - lower > random.threshold(i) * (upper - lower);
         } else {
             const vf middle = (lower + upper) * 0.5f;
             up = (t > middle) | ((t == middle) & ((lookup(index + 1) & 1) == 0));
@@ -130,7 +157,7 @@ class TableGrid {
 // Calls `f` with the grid of a scaled format.
 template <class F>
 inline void with_grid(const MlStorage& s, F&& f) {
-    if (s.kind == ML_LINEAR) return LinearGrid<true>::suits(s) ? f(LinearGrid<true>(s)) : f(LinearGrid<false>(s));
+    if (s.kind == ML_LINEAR) return NarrowGrid::suits(s) ? f(NarrowGrid(s)) : f(LinearGrid<13>(s));
     if (s.kind == ML_TABLE) return f(TableGrid(s));
     switch (s.exponent_bits * 100 + s.mantissa_bits * 10 + s.is_signed) {
         case 431: return f(MinifloatGrid<4, 3, true>(s));

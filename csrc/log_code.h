@@ -19,25 +19,30 @@ constexpr int kStepUnit = 13;
 constexpr int kLogLanes = 8;
 constexpr uint32_t kNone = 0xFFFFFFFFu;  // minima are kept as bits - 1, so that a zero counts as none
 
-// Stochastic rounding: a number r float bits below the upper neighbour, of a step between neighbours, goes down with
-// probability r (linear - square r) kThresholdUnit, which is s (1 + c - c s) in s = r / step; c is about tanh(ln(ratio)/8).
+// Stochastic rounding, made for what an update uses: a number s steps below the upper neighbour goes down with probability
+// s (1 + c - c s), where c, here in sixteenths, is about tanh(ln(ratio)/8).
 struct LogCurve {
-    float linear = 0.0f, square = 0.0f;
+    int32_t bend = 0;
     float inverse = 0.0f;  // of the step in float bits
 };
 
 // Those of a vector of blocks: two divisions for all of them.
 struct LogCurves {
-    vf linear, square, inverse;
+    vi bend;
+    vf inverse;
 
+    LogCurves() = default;
     explicit LogCurves(vi units) {
         const vf x = to_float(units) * 0x1.62e43p-14f, x2 = x * x;  // ln(2) / 8 over the units of an octave
-        const vf c = min(x * (x2 + 27.0f) / (x2 * 9.0f + 27.0f), splat(1.0f));
+        bend = to_int(min(x * (x2 + 27.0f) / (x2 * 9.0f + 27.0f), splat(1.0f)) * (float)Ring::kBends + 0.5f);
         inverse = 1.0f / (to_float(units) * (float)(1 << kStepUnit));
-        linear = (c + 1.0f) * inverse * (1.0f / kThresholdUnit);
-        square = c * inverse * inverse * (1.0f / kThresholdUnit);
     }
 };
+
+// How far below its top a number lies, in steps, plus kCodeBase: rounded to an integer by what the ring adds.
+inline vi rounded_steps(vi depth, vf inverse, int bend, const ChunkDraw& random, int i) {
+    return bits(to_float(depth) * inverse + random.base(i, bend));
+}
 
 struct LogBlock {
     int32_t top = 0;   // float bits
@@ -165,7 +170,8 @@ struct LogBlocks {
     vi top, step, zeros;
     LogCurves curves;
 
-    LogBlocks(const MlStorage& s, vi largest, vi low, vi has_zeros) : curves(vi{}) {
+    LogBlocks() = default;
+    LogBlocks(const MlStorage& s, vi largest, vi low, vi has_zeros) {
         top = min((largest + 0xFFFF) & ~0xFFFF, splat((int32_t)kBf16Max));
         zeros = has_zeros & (top > 0);
         const vi range = (max(top - low, vi{}) + ((1 << kStepUnit) - 1)) >> kStepUnit;
@@ -177,7 +183,7 @@ struct LogBlocks {
     }
 
     LogBlock operator[](int k) const {
-        return {top[k], step[k], zeros[k] != 0, {curves.linear[k], curves.square[k], curves.inverse[k]}};
+        return {top[k], step[k], zeros[k] != 0, {curves.bend[k], curves.inverse[k]}};
     }
 
     // -1 for a block with neither zeros nor levels where floats end.
@@ -203,24 +209,6 @@ inline Table log_levels(const LogBlock& block, int bits) {
     });
 }
 
-// Codes of positive numbers in a block; `with_zeros` then turns them into those of a block that has zeros.
-class LogCodes {
-  public:
-    LogCodes(const LogBlock& block, int bits, bool is_extreme)
-        : has_zeros_(block.zero_flag || block.top == 0), is_extreme_(is_extreme), last_((1 << bits) - 1 - block.zero_flag),
-          zero_code_(block.zero_flag ? (1 << bits) - 1 : 0) {}
-
-    vi with_zeros(vf x, vi code) const {
-        if (!has_zeros_) return code;
-        return select(bits(x) > 0, min(code, splat(last_)), splat(zero_code_));
-    }
-
-  protected:
-    bool has_zeros_;
-    bool is_extreme_;  // some code's level would not be positive, or a number may exceed the top
-    int32_t last_, zero_code_;
-};
-
 // distance / step, by the reciprocal of the step's units: a = distance / 2^13 has at most 19 bits and (a + 1/2) / units stays
 // 2^-20 (relative) away from every integer, which one or two roundings cannot bridge.
 inline vi steps_in(vu distance, vf reciprocal) {
@@ -228,41 +216,35 @@ inline vi steps_in(vu distance, vf reciprocal) {
     return to_int(kHasFma ? fma(a, reciprocal, 0.5f * reciprocal) : (a + 0.5f) * reciprocal);
 }
 
-class LogGrid : public LogCodes {
+class LogGrid {
   public:
     LogGrid(const LogBlock& block, int bits)
-        : LogCodes(block, bits, (block.top >> kStepUnit) <= (block.step << bits) || block.top == (int32_t)kBf16Max),
-          top_(splat(block.top)),
-          floor_(splat((int32_t)(block.top > 0))),
-          step_(splat(block.step) << kStepUnit),
-          units_(splat((uint32_t)block.step)),
-          reciprocal_(splat(block.curve.inverse) * (float)(1 << kStepUnit)),
-          linear_(splat(block.curve.linear)),
-          square_(splat(block.curve.square)) {}
+        : top_(splat(block.top)), floor_(splat((int32_t)(block.top > 0))), step_(splat(block.step) << kStepUnit),
+          units_(splat((uint32_t)block.step)), reciprocal_(splat(block.curve.inverse) * (float)(1 << kStepUnit)),
+          inverse_(splat(block.curve.inverse)), bend_(block.curve.bend), has_zeros_(block.zero_flag || block.top == 0),
+          last_((1 << bits) - 1 - block.zero_flag), zero_code_(block.zero_flag ? (1 << bits) - 1 : 0),
+          deepest_((int32_t)std::min((int64_t)last_ * block.step << kStepUnit, (int64_t)INT32_MAX)) {}
 
     template <int kRounding>
-    vi encode(vf x, vf threshold) const {
-        vi depth = top_ - bits(x);
-        if (is_extreme_) depth = max(depth, vi{});
+    vi encode(vf x, const ChunkDraw& random, int i) const {
+        const vi depth = max(top_ - bits(x), vi{});
         vi code;
         if (kRounding == ML_NEAREST) {
             code = steps_in((vu)depth + (units_ << (kStepUnit - 1)));
         } else if (kRounding == ML_STOCHASTIC_LOG) {
-            code = steps_in((vu)depth + ((dither(threshold) * units_) >> 3));  // u * step / 2^16
+            code = steps_in((vu)depth + ((random.dither(i) * units_) >> 3));  // u * step / 2^16
         } else if (kRounding == ML_STOCHASTIC) {
-            code = steps_in((vu)depth);
-            const vf rest = to_float(depth - (vi)((vu)code * (vu)step_));
-            vi down = rest * (linear_ - square_ * rest) > threshold;
-            if (is_extreme_) down |= bits(x) == 1;  // where levels end at the smallest float, that is one of them
-            code = select(down, code + 1, code);
+            const vi sum = rounded_steps(min(depth, splat(deepest_)), inverse_, bend_, random, i);
+            code = (sum >> kFraction) & ((1 << (23 - kFraction)) - 1);
+            // Where levels end at the smallest float, that is one of them.
+            if (!all(bits(x) != 1)) code = select(bits(x) == 1, steps_in((vu)depth) + 1, code);
         } else {
             code = steps_in((vu)depth);
-            vi upper_bits = below_top(code), lower_bits = upper_bits - step_;
-            if (is_extreme_) upper_bits = max(upper_bits, floor_), lower_bits = max(lower_bits, floor_);
-            const vf upper = from_bits(upper_bits), lower = from_bits(lower_bits);
-            code = select(x - lower <= threshold * kThresholdUnit * (upper - lower), code + 1, code);
+            const vf upper = from_bits(max(below_top(code), floor_)), lower = from_bits(max(below_top(code) - step_, floor_));
+            code = select(x - lower <= random.threshold(i) * (upper - lower), code + 1, code);
         }
-        return min(code, splat(last_));
+        code = min(code, splat(last_));
+        return has_zeros_ ? select(bits(x) > 0, code, splat(zero_code_)) : code;
     }
 
     vf level(vi code) const {
@@ -278,77 +260,29 @@ class LogGrid : public LogCodes {
 
     vi top_, floor_, step_;
     vu units_;
-    vf reciprocal_, linear_, square_;
-};
-
-// The same for two-bit codes, where two comparisons find the interval: same result, fewer operations.
-class TwoBitLogGrid : public LogCodes {
-  public:
-    TwoBitLogGrid(const LogBlock& block, int bits)
-        : LogCodes(block, bits, block.top <= 3 * (block.step << kStepUnit)), top_(splat(block.top)),
-          step_(splat(block.step) << kStepUnit), second_(top_ - step_), third_(second_ - step_),
-          uppers_(from_bits(top_ - (lane_numbers() & 3) * step_)), linear_(splat(block.curve.linear)),
-          square_(splat(block.curve.square)) {}
-
-    template <int kRounding>
-    vi encode(vf x, vf threshold) const {
-        static_assert(kRounding == ML_STOCHASTIC, "the other roundings are LogGrid's");
-        const vi interval = select(bits(x) <= third_, splat(2), select(bits(x) <= second_, splat(1), vi{}));
-        // Below the lowest level everything goes down: code 3.
-        const vf rest = to_float(min(bits(lookup(uppers_, interval)) - bits(x), step_));
-        vi down = rest * (linear_ - square_ * rest) > threshold;
-        if (is_extreme_) down |= bits(x) == 1;
-        return select(down, interval + 1, interval);
-    }
-
-  private:
-    vi top_, step_, second_, third_;  // float bits; of the uppermost numbers of the second and third interval
-    vf uppers_;                       // of the intervals
-    vf linear_, square_;
+    vf reciprocal_, inverse_;
+    int bend_;
+    bool has_zeros_;
+    int32_t last_, zero_code_;
+    int32_t deepest_;  // of the lowest positive level
 };
 
 // Lane k of some blocks that is plain (`LogBlocks::are_plain`), rounded stochastically: nothing but vectors.
 class PlainLogGrid {
   public:
     PlainLogGrid(const LogBlocks& blocks, int k, int bits)
-        : top_(held(splat(blocks.top[k]))), step_(held(splat(blocks.step[k])) << kStepUnit),
-          reciprocal_(held(splat(blocks.curves.inverse[k])) * (float)(1 << kStepUnit)),
-          linear_(held(splat(blocks.curves.linear[k]))), square_(held(splat(blocks.curves.square[k]))),
-          last_(splat((1 << bits) - 1)) {}
+        : top_(held(splat(blocks.top[k]))), deepest_(held(splat(blocks.step[k] * ((1 << bits) - 1) << kStepUnit))),
+          inverse_(held(splat(blocks.curves.inverse[k]))), bend_(blocks.curves.bend[k]) {}
 
-    vi encode(vf x, vf threshold) const {
-        const vi depth = top_ - bits(x), code = steps_in((vu)depth, reciprocal_);
-        const vf rest = to_float(depth - (vi)((vu)code * (vu)step_));
-        return min(select(rest * (linear_ - square_ * rest) > threshold, code + 1, code), last_);
+    // The code stands above kFraction bits, alone in its byte.
+    vi encode(vf x, const ChunkDraw& random, int i) const {
+        return rounded_steps(min(top_ - bits(x), deepest_), inverse_, bend_, random, i);
     }
 
   private:
-    vi top_, step_;
-    vf reciprocal_, linear_, square_;
-    vi last_;
-};
-
-// Likewise of two bits: the codes, times `unit`, are added to `sums`. No code is ever in a register of its own.
-class PlainTwoBitLogGrid {
-  public:
-    PlainTwoBitLogGrid(const LogBlocks& blocks, int k, int)
-        : top_(held(splat(blocks.top[k]))), step_(held(splat(blocks.step[k])) << kStepUnit), second_(top_ - step_),
-          third_(second_ - step_), linear_(held(splat(blocks.curves.linear[k]))),
-          square_(held(splat(blocks.curves.square[k]))) {}
-
-    void add(vf x, vf threshold, int unit, ByteSums& sums) const {
-        const vm second = at_most(bits(x), second_), third = at_most(bits(x), third_);
-        const vi depth = subtract_where(third, subtract_where(second, top_ - bits(x), step_), step_);
-        const vf rest = to_float(min(depth, step_));
-        const vm down = exceeds(rest * (linear_ - square_ * rest), threshold);
-        sums.add(second, unit);
-        sums.add(third, unit);
-        sums.add(down, unit);
-    }
-
-  private:
-    vi top_, step_, second_, third_;
-    vf linear_, square_;
+    vi top_, deepest_;
+    vf inverse_;
+    int bend_;
 };
 
 }  // namespace MASTERLESS_ISA

@@ -21,10 +21,14 @@ class Phases {
         const auto store_moment = [&](const char* name, const MlStorage& stored, float* x, const Noted& noted,
                                       const Draw& draw) {
             if (!is_scaled(stored)) return;
-            if (stored.kind != ML_LOG)
-                phases.add(std::string("scales of the ") + name, [&] { fresh_blocks(stored, s, x, noted, work.blocks); });
-            phases.add((stored.kind == ML_LOG ? "scales and rounding of the " : "rounding of the ") + std::string(name), [&] {
-                p.store_moment(stored, s, x, noted, draw, stored.kind == ML_LOG ? nullptr : work.blocks);
+            const bool by_chunks = are_log_chunks(stored, s, noted.statistics, draw);
+            phases.add(std::string("scales of the ") + name, [&] {
+                by_chunks ? fresh_log_chunks(stored, s, x, noted.statistics, work.second_blocks)
+                          : fresh_blocks(stored, s, x, noted, work.blocks);
+            });
+            phases.add(std::string("rounding of the ") + name, [&] {
+                by_chunks ? encode_log_chunks(stored, s, x, draw, work.second_blocks)
+                          : encode(stored, t.cols, s, x, draw, work.blocks, work.codes());
             });
         };
         p.load_gradient(s);

@@ -34,8 +34,8 @@ class Pipeline {
         : t_(task), b_(arranged(work, task)), c_(task), weight_scale_(weight_scale), mean_rows_(mean_rows), surveyed_(surveyed),
           has_first_(task.first.kind != ML_NONE), inject_(task.inject_error && task.first.kind != ML_NONE),
           stores_weight_(task.scale_policy != ML_FROZEN), stores_first_(has_first_ && !keeps_first(task)),
-          any_(any_function(task)), weight_draw_(draw(task.weight, work.words)),
-          first_draw_(draw(task.first, work.words)), second_draw_(draw(task.second, work.words)) {}
+          any_(any_function(task)), weight_draw_(draw(task.weight, work.weight_words)),
+          first_draw_(draw(task.first, work.first_words)), second_draw_(draw(task.second, work.second_words)) {}
 
     static int64_t unit_length(const MlTask& t) { return t.tile > kSpan ? t.tile : kSpan; }
 
@@ -134,6 +134,9 @@ class Pipeline {
         in_place = in_place && t_.weight.kind == ML_FLOAT32 && stores_weight_;
         w_ = in_place ? (float*)t_.weight.values + s.row * t_.cols + s.col : b_.w;
         const Passage how = passage_of(s, in_place);
+        weight_draw_.prepare(t_.weight.key, s.chunk, s.chunks());
+        first_draw_.prepare(t_.first.key, s.chunk, s.chunks());
+        second_draw_.prepare(t_.second.key, s.chunk, s.chunks());
         const bool by_chunks = how.function != nullptr;
         noted_weight_.peaks = by_chunks && how.weight != From::kPlace ? b_.weight_peaks : nullptr;
         noted_first_.peaks = by_chunks ? b_.first_peaks : nullptr;
@@ -147,8 +150,7 @@ class Pipeline {
     // The rule on what is decoded.
     bool apply_rule(const Span& s, RuleFunction rule, bool in_place) {
         const int at_a_time = rule == any_ ? kLanes : kChunk;
-        const bool draws = weight_draw_ || first_draw_ || second_draw_ || rule != any_;
-        const Tile tile{g_, narrow_g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr, draws ? b_.words : nullptr,
+        const Tile tile{g_, narrow_g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr,
                         b_.weight_peaks, b_.first_peaks, b_.second_statistics,
                         after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, at_a_time), after(s, t_.weight, at_a_time),
                         after(s, t_.first, kChunk), after(s, t_.second, kChunk), &c_, &weight_levels_, &first_levels_};
@@ -204,10 +206,10 @@ class Pipeline {
     }
 
     // A master copy loses nothing, so its visible code is simply the nearest.
-    static Draw draw(const MlStorage& s, const uint32_t* words) {
+    static Draw draw(const MlStorage& s, uint64_t* words) {
         const bool plain = s.kind == ML_NONE || s.kind == ML_FLOAT32 || s.kind == ML_FACTORED;
         const bool master = is_scaled(s) && s.values;
-        return {s.key, plain || master || s.rounding == ML_NEAREST ? nullptr : words};
+        return {plain || master || s.rounding == ML_NEAREST ? nullptr : words};
     }
 
     // Arrays are contiguous across rows, so what follows a span is what the next one reads.
@@ -232,12 +234,22 @@ class Pipeline {
         clear_rest(s, b_.v);
     }
 
-    // Rounds and stores the target and the new moments.
+    // Rounds and stores the target and the new moments. Metadata is a long chain of dependent operations: each is begun
+    // ahead of something that need not wait for it.
     void finish(const Span& s, const Known& known) {
+        const bool stores_second = t_.second.kind != ML_NONE && t_.second.kind != ML_FACTORED;
+        const bool by_chunks =
+            stores_second && !known.second && are_log_chunks(t_.second, s, noted_second_.statistics, second_draw_);
+        if (by_chunks) fresh_log_chunks(t_.second, s, b_.v, noted_second_.statistics, b_.second_blocks);
         if (stores_weight_) round_weight(s, known.weight, false);
-        if (stores_first_) store_moment(t_.first, s, b_.m, noted_first_, first_draw_, known.first);
-        if (t_.second.kind != ML_NONE && t_.second.kind != ML_FACTORED)
-            store_moment(t_.second, s, b_.v, noted_second_, second_draw_, known.second);
+        const Metadata* of_first = nullptr;
+        if (stores_first_) of_first = moment_blocks(t_.first, s, b_.m, noted_first_, known.first, b_.first_blocks);
+        if (by_chunks)
+            encode_log_chunks(t_.second, s, b_.v, second_draw_, b_.second_blocks);
+        else if (stores_second)
+            encode(t_.second, t_.cols, s, b_.v, second_draw_,
+                   moment_blocks(t_.second, s, b_.v, noted_second_, known.second, b_.blocks), b_.codes());
+        if (stores_first_) encode(t_.first, t_.cols, s, b_.m, first_draw_, of_first, b_.codes());
     }
 
     // Stores the target (unless `dry`), and injects what rounding lost into the first moment.
@@ -276,11 +288,12 @@ class Pipeline {
         return b_.blocks;
     }
 
-    void store_moment(const MlStorage& moment, const Span& s, const float* x, const Noted& noted, const Draw& draw,
-                      const Metadata* known) {
-        if (!known && store_log_chunks(moment, s, x, noted.statistics, draw)) return;
-        if (!known && is_scaled(moment)) fresh_blocks(moment, s, x, noted, b_.blocks);
-        encode(moment, t_.cols, s, x, draw, known ? known : b_.blocks, b_.codes());
+    // The metadata of a moment's blocks: what is known of it, or new and stored.
+    const Metadata* moment_blocks(const MlStorage& moment, const Span& s, const float* x, const Noted& noted,
+                                  const Metadata* known, Metadata* fresh) {
+        if (known) return known;
+        if (is_scaled(moment)) fresh_blocks(moment, s, x, noted, fresh);
+        return fresh;
     }
 
     // --- a row that is one tile and does not fit into the buffers ---------------------------------------------

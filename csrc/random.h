@@ -1,8 +1,9 @@
 // Random bits as a pure function of a counter: `rounding.dither` of the specification.
 //
-// Contract: element e of chunk c gets the upper 16 bits of mix(a + e * W) + b, where a is the lower half of
-// SplitMix64(the weight's key, c), the same for all that is rounded of an element, and b the upper quarter of
-// SplitMix64(the own key, c), in its place. No state, so threads, shards and order do not show.
+// Contract: SplitMix64 of a purpose's key and a chunk's number is the chunk's word. Each sixteen elements read a ring, a
+// permutation of the numbers below 1024, from a place of their own: ten bits of the word, six bits further for each next
+// sixteen. That makes the upper ten of an element's 16 bits; the lower six are the word's uppermost. No state, so threads,
+// shards and order do not show; and nothing to mix or to keep: what rounding adds is loaded as it is added.
 #pragma once
 
 #include "simd.h"
@@ -11,7 +12,8 @@ namespace masterless {
 inline namespace MASTERLESS_ISA {
 
 constexpr int kChunk = 128;  // elements packed together, and numbered together by the random bits
-constexpr uint32_t kWeyl = 0x18701E9Bu, kMultiplier = 0xCDF7CC2Bu;
+constexpr int kRing = 1024, kReadTogether = 16;
+static_assert(kReadTogether % kLanes == 0, "a vector is read in one piece");
 
 // SplitMix64 of key and chunk number.
 inline uint64_t chunk_word(uint64_t key, uint64_t chunk) {
@@ -21,61 +23,76 @@ inline uint64_t chunk_word(uint64_t key, uint64_t chunk) {
     return z ^ (z >> 31);
 }
 
-// The mixed words of a chunk, kLanes elements after the other: the upper 16 bits, and half a unit below them.
-class ChunkRandom {
-  public:
-    explicit ChunkRandom(uint64_t word_of_weight) : counter_((uint32_t)word_of_weight + (vu)lane_numbers() * kWeyl) {}
+// A number rounded to an integer stands above these bits of a float, which hold its fraction: a sum in the binade of
+// 2^(23 - kFraction). Codes have up to eight bits.
+constexpr int kFraction = 15;
+constexpr float kCodeBase = (float)(1 << (23 - kFraction));
 
-    // Those of the elements that are `later` than the next ones.
-    vu at(int later) const { return mixed(counter_ + (uint32_t)later * kWeyl); }
+// What is made of the ring's numbers r, in its order, and again from the start where the last sixteen reach over.
+struct Ring {
+    static constexpr int kLength = kRing + kReadTogether;
+    static constexpr int kBends = 16;
+    alignas(64) int32_t part[kLength];  // r / 1024 of a gap, in the bits of a fraction
+    // kCodeBase and w = (r + 1/2) / 1024, of which nearly w (1 - w) is added, in sixteenths: a curve (`log_code.h`).
+    alignas(64) float base[kBends + 1][kLength];
 
-    void advance() { counter_ += kLanes * kWeyl; }
-
-    vu next() {
-        const vu word = at(0);
-        advance();
-        return word;
+    constexpr Ring() : part(), base() {
+        for (int i = 0; i < kLength; ++i) {
+            const uint32_t x = (uint32_t)i, r = x * (985u + x * 368u) % kRing;
+            part[i] = (int32_t)r << (kFraction - 10);
+            for (int k = 0; k <= kBends; ++k)
+                base[k][i] = (kCodeBase + ((float)r + 0.5f) * 0x1p-10f) +
+                             (float)k / kBends * ((float)(r * (1023u - r)) * 0x1p-20f);
+        }
     }
+};
+inline constexpr Ring kRingOf;
+
+// The random numbers of one stored tensor in one chunk, from some element of it on; of a tensor that is rounded to nearest
+// there are none.
+class ChunkDraw {
+  public:
+    ChunkDraw() = default;
+    ChunkDraw(uint64_t word, int from) : word_(word), from_(from) {}
+
+    vi part(int i) const { return load<vi>(kRingOf.part + place(i)); }
+    vf base(int i, int bend) const { return load<vf>(kRingOf.base[bend] + place(i)); }
+
+    // The lower bits, which all elements share.
+    int below_ring() const { return (int)(word_ >> 58); }
+
+    // What a fraction is compared with, (u + 1/2) / 2^16: exact.
+    vf threshold(int i) const {
+        const vf below = splat(((float)below_ring() + 0.5f) * 0x1p-16f);
+        return multiply_add(to_float(part(i)), splat(1.0f / (1 << kFraction)), below);
+    }
+
+    // u itself.
+    vu dither(int i) const { return (vu)((part(i) << (16 - kFraction)) | below_ring()); }
 
   private:
-    static vu mixed(vu x) { return (((x ^ (x >> 12)) * kMultiplier) & 0xFFFF0000u) | 0x8000u; }
-
-    vu counter_;
-};
-
-// What one purpose adds to the mixed words of a chunk. It leaves the half unit alone. Where only signed integers become
-// floats, 2^31 is added here, for nothing, and comes off below.
-inline vu chunk_offset(uint64_t key, uint64_t chunk) {
-    return splat(((uint32_t)(chunk_word(key, chunk) >> 48) << 16) + (kConvertsUnsigned ? 0 : 0x80000000u));
-}
-
-// What stochastic rounding compares a fraction with, (u + 1/2) / 2^16, in units of a power of two: multiplying by that is
-// exact, and mostly costs nothing where the threshold is used.
-constexpr float kThresholdUnit = 0x1p-32f;
-
-// The random numbers of one stored tensor in one chunk; of a tensor that is rounded to nearest there are none.
-struct ChunkDraw {
-    const uint32_t* words = nullptr;  // mixed, of the chunk's elements
-    vu offset{};
-
-    vf threshold(int i) const {  // exact: of a word 17 bits count
-        const vu word = load<vu>(words + i) + offset;
-        return kConvertsUnsigned ? to_float(word) : to_float((vi)word) + 0x1p31f;
+    int place(int i) const {
+        const int e = from_ + i;
+        return (int)((word_ >> (6 * (e / kReadTogether))) % kRing) + e % kReadTogether;
     }
+
+    uint64_t word_ = 0;
+    int from_ = 0;
 };
 
-// The integer u below 2^16 that a threshold was made of.
-inline vu dither(vf threshold) { return (vu)to_int(threshold * (kThresholdUnit * 0x1p16f)); }
-
-// The random numbers of one stored tensor in a span: its key, and the mixed words, which all tensors of an element share.
+// The random numbers of one stored tensor in a span: the words of its chunks. They are made ahead, for each takes a while.
 struct Draw {
-    uint64_t key = 0;
-    const uint32_t* words = nullptr;  // none: it is rounded to nearest
+    uint64_t* words = nullptr;  // none: it is rounded to nearest
 
     explicit operator bool() const { return words != nullptr; }
 
-    // Of the chunk with this number, from element e of the span on.
-    ChunkDraw at(uint64_t chunk, int e) const { return {words + e, chunk_offset(key, chunk)}; }
+    // For chunks from number `first` on of the parameter.
+    void prepare(uint64_t key, uint64_t first, int chunks) const {
+        for (int k = 0; words && k < chunks; ++k) words[k] = chunk_word(key, first + (uint64_t)k);
+    }
+
+    // Of the span's chunk k, from its element `from` on.
+    ChunkDraw at(int k, int from = 0) const { return {words[k], from}; }
 };
 
 }  // namespace MASTERLESS_ISA

@@ -1,4 +1,4 @@
-// Block scales: reading, rounding up, the policies of `scaling.py`, and exact division by a stored scale.
+// Block scales: reading, rounding up, the policies of `scaling.py`, and numbers in units of a stored scale.
 //
 // Scales are computed for a vector of blocks at a time: one block's would be a long chain of dependent operations.
 #pragma once
@@ -112,38 +112,20 @@ inline float block_peak(const MlStorage& s, const float* x, int n) {
     return horizontal_max(peak);
 }
 
-// x / scale * 2^shift, correctly rounded, without dividing.
-//
-// A 16-bit scale has at most 8 significant bits, so a quotient lies either on the midpoint of two floats or at
-// least 2^-9 of their distance away from it; one Newton correction with an exact remainder (two fused operations) is
-// accurate to 2^-22 of that distance and therefore rounds correctly. It does not suit a scale with more bits, nor one
-// whose reciprocal or remainders come near the ends of the exponent range.
-struct Divisor {
-    vf divisor = splat(1.0f), reciprocal = splat(1.0f);
+// Numbers are put in units of a scale, the finest of them, as (x * power) * inverse. The power is one, but for scales whose
+// reciprocals might not be normal numbers; a scale of zero counts as one.
+struct Units {
+    static constexpr float kFarthest = 0x1p100f;
+    float power = 1.0f, inverse;
 
-    Divisor() = default;  // divides by one
-    Divisor(float fine_scale, float inverse) : divisor(splat(fine_scale)), reciprocal(splat(inverse)) {}  // its inverse
-
-    static bool suits(float scale) {
-        const uint32_t b = bits(scale);
-        return kHasFma && (b & 0xFFFFu) == 0 && b > (67u << 23) && b < (187u << 23);
+    Units(float scale, int hidden) {
+        if (!(scale > 0.0f)) scale = 1.0f;
+        if (!are_plain(scale)) power = scale > 1.0f ? 1.0f / kFarthest : kFarthest;
+        inverse = 1.0f / (scale * power * (1.0f / (float)(1 << hidden)));
     }
 
-    vf operator()(vf x) const {
-        if (!kHasFma) return x;  // suits no scale, so it is only ever used to divide by one
-        const vf q = x * reciprocal;
-        return fma(fma(-q, divisor, x), reciprocal, q);
-    }
+    static bool are_plain(float scale) { return scale >= 1.0f / kFarthest && scale <= kFarthest; }
 };
-
-// The same by ordinary division, for any scale (0 counts as 1); stops short of infinity.
-inline void divide(const float* x, int n, float scale, int shift, float* out) {
-    const vf divisor = splat(scale > 0.0f ? scale : 1.0f), largest = splat(from_bits(0x7F7FFFFFu));
-    for (int e = 0; e < n; e += kLanes) {
-        const vf t = load<vf>(x + e) / divisor * (float)(1 << shift);
-        store(out + e, min(max(t, -largest), largest));
-    }
-}
 
 }  // namespace MASTERLESS_ISA
 }  // namespace masterless

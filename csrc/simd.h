@@ -63,7 +63,7 @@ inline float from_bits(uint32_t b) {
 }
 
 inline vf to_float(vi x) { return __builtin_convertvector(x, vf); }
-inline vf to_float(vu x) { return __builtin_convertvector(x, vf); }  // one instruction if kConvertsUnsigned
+inline vf to_float(vu x) { return __builtin_convertvector(x, vf); }
 inline vi to_int(vf x) { return __builtin_convertvector(x, vi); }  // truncates
 
 // Bytes and halves in memory are integers in a vector: `store_bytes` and `load_bytes`, `upper_half` and `load_halves`.
@@ -181,7 +181,6 @@ inline vf shifted_ceil(vf x, vf shift) {
     return (vf)_mm512_add_round_ps((__m512)x, (__m512)shift, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
 }
 inline vf larger_magnitude(vf a, vf b) { return (vf)_mm512_range_ps((__m512)a, (__m512)b, 0xB); }
-constexpr bool kConvertsUnsigned = true;
 constexpr int kTableBits = 4;
 inline vf gather(const float* table, vi index) { return (vf)_mm512_i32gather_ps((__m512i)index, table, 4); }
 inline vf lookup(vf table, vi index) { return (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)table); }
@@ -208,7 +207,6 @@ inline vf sqrt(vf x) { return (vf)_mm256_sqrt_ps((__m256)x); }
 inline vf shifted_floor(vf x, vf shift) { return (vf)_mm256_floor_ps((__m256)x) + shift; }
 inline vf shifted_ceil(vf x, vf shift) { return (vf)_mm256_ceil_ps((__m256)x) + shift; }
 inline vf larger_magnitude(vf a, vf b) { return max(magnitude(a), magnitude(b)); }
-constexpr bool kConvertsUnsigned = false;
 constexpr int kTableBits = 4;
 struct Table {
     vf low, high;  // of indices below eight, and of the others
@@ -254,7 +252,6 @@ inline vf gather(const float* table, vi index) {
 inline vf sqrt(vf x) { return (vf)vsqrtq_f32((float32x4_t)x); }
 inline vf shifted_floor(vf x, vf shift) { return (vf)vrndmq_f32((float32x4_t)x) + shift; }
 inline vf shifted_ceil(vf x, vf shift) { return (vf)vrndpq_f32((float32x4_t)x) + shift; }
-constexpr bool kConvertsUnsigned = true;
 inline vf lookup(vf table, vi index) {  // by bytes: four of each element
     const vu bytes = ((vu)index & 3u) * 0x04040404u + 0x03020100u;
     return (vf)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)bytes);
@@ -278,7 +275,6 @@ inline vf shifted_ceil(vf x, vf shift) {
     for (int i = 0; i < kLanes; ++i) x[i] = __builtin_ceilf(x[i]);
     return x + shift;
 }
-constexpr bool kConvertsUnsigned = false;
 inline vf lookup(vf table, vi index) {
     vf v;
     for (int i = 0; i < kLanes; ++i) v[i] = table[index[i] & (kLanes - 1)];
@@ -328,40 +324,6 @@ inline Table mapped(const Table& table, F&& f) {
     return {f(table.low)};
 #endif
 }
-
-// Lanes that a comparison holds for, and what is done there alone. GCC takes masks of AVX-512 through vectors where it is
-// left to itself.
-#if defined(__AVX512F__)
-typedef __mmask16 vm;
-inline vm at_most(vi a, vi b) { return _mm512_cmple_epi32_mask((__m512i)a, (__m512i)b); }
-inline vm exceeds(vf a, vf b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ); }
-inline vi subtract_where(vm where, vi a, vi b) {
-    return (vi)_mm512_mask_sub_epi32((__m512i)a, where, (__m512i)a, (__m512i)b);
-}
-#else
-typedef vi vm;
-inline vm at_most(vi a, vi b) { return a <= b; }
-inline vm exceeds(vf a, vf b) { return a > b; }
-inline vi subtract_where(vm where, vi a, vi b) { return a - (where & b); }
-#endif
-
-// A byte for every lane, of which masks add up.
-class ByteSums {
-  public:
-#if defined(__AVX512F__)
-    void add(vm where, int unit) { sums_ = _mm_mask_add_epi8(sums_, where, sums_, _mm_set1_epi8((char)unit)); }
-    void store(uint8_t* p) const { _mm_storeu_si128((__m128i*)p, sums_); }
-
-  private:
-    __m128i sums_ = _mm_setzero_si128();
-#else
-    void add(vm where, int unit) { sums_ += where & unit; }
-    void store(uint8_t* p) const { store_bytes(p, sums_); }
-
-  private:
-    vi sums_{};
-#endif
-};
 
 // a * b + c, rounded once or twice: only where that makes no difference.
 inline vf multiply_add(vf a, vf b, vf c) { return kHasFma ? fma(a, b, c) : a * b + c; }

@@ -19,8 +19,9 @@ struct Span {
     bool has_whole_chunks() const { return length % kChunk == 0; }
     bool has_even_chunks() const { return length % kPair == 0; }  // the last of a row may be shorter
     int chunks_of_row() const { return (length + kChunk - 1) / kChunk; }
-    int chunks() const { return n / pitch * chunks_of_row(); }
-    int count() const { return n / pitch * length; }
+    int rows() const { return n == pitch ? 1 : n / pitch; }  // mostly no division
+    int chunks() const { return rows() * chunks_of_row(); }
+    int count() const { return rows() * length; }
 };
 
 // The even chunks of a span one after the other: where each starts, and its length.
@@ -55,8 +56,13 @@ inline void clear_rest(const Span& span, float* x) {
     for_each_row(span, [&](int e, int) { store(x + e + whole, select(is_number, load<vf>(x + e + whole), vf{})); });
 }
 
-// Calls f(e, length, block, chunk) for the pieces of a span that share both a block and a chunk; blocks and chunks are
-// counted from the span's first.
+// The chunk of a piece of a span, counted from the span's first, and which of the chunk's elements it starts with.
+struct Place {
+    int chunk, element;
+};
+
+// Calls f(e, length, block, place) for the pieces of a span that share both a block and a chunk; blocks are counted from
+// the span's first.
 template <class F>
 inline void for_each_run(const Span& span, int64_t block_length, F&& f) {
     const int run = block_length < kChunk ? (int)block_length : kChunk;
@@ -65,7 +71,7 @@ inline void for_each_run(const Span& span, int64_t block_length, F&& f) {
         const int end = start + span.length;
         int64_t left = block_length;  // of the block; counted, for a division a run would cost as much as ten vectors
         for (int e = start; e < end; e += run) {
-            f(e, end - e < run ? end - e : run, block, chunk + (e - start) / kChunk);
+            f(e, end - e < run ? end - e : run, block, Place{chunk + (e - start) / kChunk, (e - start) % kChunk});
             left -= run;
             if (left <= 0) ++block, left = block_length;
         }

@@ -10,16 +10,18 @@ constexpr int kMaxSpan = 8192;  // elements in the buffers at once
 constexpr int kSpan = 1024;     // elements that are taken together when tiles are short: they stay in the L1 cache
 constexpr int kRowsSpan = 1536;  // elements of short rows that are taken together: a span has costs of its own
 constexpr int kMaxBlocks = kMaxSpan / 16;
+constexpr int kMaxChunks = kMaxSpan / 16;  // of rows that are shorter than one
 
 // The buffers of a thread. They lie as close together as the spans of a task allow: far apart, even if they all fit, some
 // push others out of the L1 cache (AMD finds a way in it by a hash of the address).
 struct Workspace {
     float *g, *w, *m, *v;
-    uint32_t* words;
     uint8_t *visible, *hidden;
-    Metadata blocks[kMaxBlocks];
+    Metadata blocks[kMaxBlocks], first_blocks[kMaxBlocks];
+    LogBlocks second_blocks[kMaxSpan / kPair / kRows];
     vf weight_peaks[kMaxSpan / kChunk], first_peaks[kMaxSpan / kChunk];
     LogChunk second_statistics[kMaxSpan / kChunk];
+    uint64_t weight_words[kMaxChunks], first_words[kMaxChunks], second_words[kMaxChunks];
 
     explicit Workspace(int64_t longest = kMaxSpan) { arrange(longest); }
 
@@ -28,7 +30,6 @@ struct Workspace {
         const int64_t n = longest < kMaxSpan ? (longest + 15) / 16 * 16 : kMaxSpan, pitch = 4 * n + kOdd;
         uint8_t* at = memory_;
         for (float** buffer : {&g, &w, &m, &v}) *buffer = (float*)at, at += pitch;
-        words = (uint32_t*)at, at += pitch;
         visible = at, at += 2 * n + 64;
         hidden = at;
     }
@@ -38,7 +39,7 @@ struct Workspace {
   private:
     // Keeps what is read a little later in one buffer from the lower address bits of what is stored in another.
     static constexpr int kOdd = 9 * 64;
-    alignas(64) uint8_t memory_[5 * (4 * kMaxSpan + kOdd) + 3 * kMaxSpan + 128];
+    alignas(64) uint8_t memory_[4 * (4 * kMaxSpan + kOdd) + 3 * kMaxSpan + 128];
 };
 
 }  // namespace MASTERLESS_ISA

@@ -36,7 +36,7 @@ def test_some_kernels_as_they_are_now(name, target):
     assert found["per_element"] <= LIMITS.get((name, target), float("inf"))
     assert found["per_element"] <= COMMITTED[name][target]["per_element"] * GROWTH
     if target.startswith("sm_"):
-        check_ptx(made.asm["ptx"], kernel)
+        check_ptx(made.asm["ptx"])
 
 
 def test_every_kernel_has_been_compiled_for_every_target_and_spills_nothing():
@@ -47,13 +47,9 @@ def test_every_kernel_has_been_compiled_for_every_target_and_spills_nothing():
         ), name
 
 
-def check_ptx(ptx: str, kernel: gpu_compile.Kernel) -> None:
-    """No approximate operation, and no fused multiply-add but the two of each exact division by a scale."""
-    elements = kernel.step.chunks * 128 // (kernel.step.warps * 32)
-    encoded = sum(codec.scaled for codec in (kernel.step.weight, kernel.step.first, kernel.step.second))
-    single, double = (len(re.findall(rf"\bfma\.rn\.{kind}\b", ptx)) for kind in ("f32", "f32x2"))  # Blackwell has pairs
-    assert single + 2 * double == 2 * encoded * elements
-    assert "fma.rn.ftz" not in ptx and "fma.rn.f64" not in ptx
+def check_ptx(ptx: str) -> None:
+    """No approximate operation, and no fused multiply-add."""
+    assert not re.findall(r"\bfma\.", ptx)
     for approximate in ("div.full", "div.approx", "sqrt.approx", "rsqrt.approx", "rcp.approx", "ex2.approx"):
         assert approximate not in ptx
     assert set(re.findall(r"\b(\w+)(?:\.\w+)*\.ftz\b", ptx)) <= {"cvt"}  # floor, where it does not show

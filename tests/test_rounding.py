@@ -10,15 +10,17 @@ import torch
 
 from masterless.formats.rounding import (
     PURPOSES,
+    RING,
     ROUNDINGS,
     check_rounding,
     dither,
     parameter_id,
+    ring,
     stream_key,
     threshold,
 )
 
-MASK32, MASK64 = 2**32 - 1, 2**64 - 1
+MASK64 = 2**64 - 1
 
 
 def splitmix64(z: int) -> int:
@@ -29,19 +31,16 @@ def splitmix64(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def mix(x: int) -> int:
-    return ((x ^ (x >> 12)) * 0xCDF7CC2B) & MASK32
+def on_the_ring(place: int) -> int:
+    return (985 * place + 368 * place**2) % 1024
 
 
-def dither_by_the_contract(key: int, row: int, col: int, cols: int, weight_key: int | None = None) -> int:
+def dither_by_the_contract(key: int, row: int, col: int, cols: int) -> int:
     """One element's bits in Python integers, from the module's docstring."""
-    chunk = row * -(-cols // 128) + col // 128
-
-    def word(key: int) -> int:
-        return splitmix64((key + chunk * 0x9E3779B97F4A7C15) & MASK64)  # the state advances by the golden ratio
-
-    a, b = word(key if weight_key is None else weight_key) & MASK32, word(key) >> 48
-    return ((mix((a + col % 128 * 0x18701E9B) & MASK32) >> 16) + b) & 0xFFFF
+    chunk, element = row * -(-cols // 128) + col // 128, col % 128
+    word = splitmix64((key + chunk * 0x9E3779B97F4A7C15) & MASK64)  # the state advances by the golden ratio
+    start = (word >> (6 * (element // 16))) % 1024
+    return on_the_ring((start + element % 16) % 1024) * 64 + (word >> 58)
 
 
 def key_of(seed=0, step=1, name="w", purpose="weight"):
@@ -57,8 +56,6 @@ def test_dither_is_the_contracts_in_python_integers():
     ):
         expected = [[dither_by_the_contract(key, row, col, cols) for col in range(cols)] for row in range(rows)]
         assert dither(key, rows, cols).tolist() == expected
-        of_moment = [[dither_by_the_contract(5, row, col, cols, key) for col in range(cols)] for row in range(rows)]
-        assert dither(5, rows, cols, weight_key=key).tolist() == of_moment
 
 
 def test_keys_chain_splitmix_over_seed_step_parameter_and_purpose():
@@ -70,20 +67,19 @@ def test_keys_chain_splitmix_over_seed_step_parameter_and_purpose():
 
 GOLDEN_ID = 18127671354823465387
 GOLDEN = {  # seed, step, name, purpose -> key, and the bits of row 1 of [2, 130] at a few places
-    (0, 1, "layer.weight", "weight"): (0xF867D9FC8D07F0CA, [33255, 14904, 14191, 8669, 3737, 60150]),
-    (0, 2, "layer.weight", "exp_avg"): (0xF5493536CA132245, [58008, 58608, 58899, 53178, 15507, 10612]),
-    (42, 1000, "#3", "exp_avg_sq"): (0x11AD617D9ADA612C, [39923, 7217, 8942, 28703, 3701, 55109]),
-    (2**63 - 1, 10**9, "b", "exp_avg_sq"): (0x1CA8D746A3F8F9D2, [14929, 40466, 27076, 37540, 53864, 7669]),
+    (0, 1, "layer.weight", "weight"): (0xF867D9FC8D07F0CA, [5600, 45088, 608, 33056, 461, 7181]),
+    (0, 2, "layer.weight", "exp_avg"): (0xF5493536CA132245, [35073, 47937, 42369, 3585, 23401, 17833]),
+    (42, 1000, "#3", "exp_avg_sq"): (0x11AD617D9ADA612C, [53219, 10787, 15459, 17571, 53682, 62450]),
+    (2**63 - 1, 10**9, "b", "exp_avg_sq"): (0x1CA8D746A3F8F9D2, [47850, 46378, 26474, 15338, 22798, 35662]),
 }
 
 
 def test_golden_values():
-    """Frozen since purposes share a mixed word: a run is promised to resume bit for bit."""
+    """Frozen since random bits are read from a ring: a run is promised to resume bit for bit."""
     assert parameter_id("layer.weight") == GOLDEN_ID
     for (seed, step, name, purpose), (key, bits) in GOLDEN.items():
         assert stream_key(seed, step, parameter_id(name), purpose) == key
-        weight_key = stream_key(seed, step, parameter_id(name), "weight")
-        assert dither(key, 2, 130, weight_key=weight_key)[1, [0, 1, 2, 127, 128, 129]].tolist() == bits
+        assert dither(key, 2, 130)[1, [0, 1, 2, 127, 128, 129]].tolist() == bits
 
 
 # --- purity -----------------------------------------------------------------------------------------------
@@ -119,34 +115,31 @@ def test_far_rows_do_not_overflow_into_near_ones():
 # --- uniform ----------------------------------------------------------------------------------------------
 
 
-def test_every_element_is_exactly_uniform_over_b():
-    """For any a the sum runs through all 2^16 values as b does: exhausted."""
-    b = torch.arange(2**16, dtype=torch.int64)
-    for a, element in itertools.product((0, 1, 0xDEADBEEF, MASK32), (0, 1, 77, 127)):
-        u = ((mix((a + element * 0x18701E9B) & MASK32) >> 16) + b) & 0xFFFF
-        assert torch.equal(u.sort().values, torch.arange(2**16))
+def test_every_element_is_exactly_uniform():
+    """Every number stands in the ring once, and the place where an element reads it is uniform, as its lower bits."""
+    assert torch.equal(ring().sort().values, torch.arange(RING))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_chi_square(seed):
-    """2^20 draws in 256 bins, by the upper and by the lower byte: chi-square has mean 255, deviation sqrt(510).
+    """In 256 bins, chi-square has mean 255 and deviation sqrt(510): five deviations either way.
 
-    Five deviations either way: a clumped and a suspiciously even generator both fail.
+    A clumped and a suspiciously even generator both fail. By the upper byte one element of each sixteen counts, for
+    those were read together; by the lower byte one of each chunk, for all of a chunk share most of it.
     """
-    u = dither(key_of(seed=seed), 2**13, 128).flatten()
-    for byte in (u >> 8, u & 255):
-        counts = byte.bincount(minlength=256).double()
-        chi_square = ((counts - 2**12) ** 2 / 2**12).sum().item()
+    u = dither(key_of(seed=seed), 2**15, 128)
+    for byte in (u[:, seed::16] >> 8, u[:, 40 * seed + 3] & 255):
+        expected = byte.numel() / 256
+        chi_square = ((byte.flatten().bincount(minlength=256).double() - expected) ** 2 / expected).sum().item()
         assert abs(chi_square - 255) < 5 * 510**0.5
 
 
-@pytest.mark.parametrize("lag", [1, 2, 7, 16, 57, 64, 68, 107])
+@pytest.mark.parametrize("lag", [16, 17, 31, 57, 64, 68, 107])
 def test_pairs_fill_the_square(lag):
     """How far the joint distribution of two elements' upper 4 bits is from independent: phi below 2%.
 
     phi^2 = (chi-square - 255) / n is the squared distance; it bounds the correlation of any functions of the two.
-    A Weyl sequence through one multiplication is not a perfect generator: measured, phi is 1.5% at distance 68 (the
-    worst). This states how much. (It was 7.1% before the three constants were searched for: they cost nothing.)
+    Measured: 0 to 0.6%. (Elements that were read together are neighbours in a ring of 1024: see below.)
     """
     u = dither(key_of(seed=5), 2**15, 128) >> 12
     pairs = (u[:, :-lag] * 16 + u[:, lag:]).flatten()
@@ -156,19 +149,41 @@ def test_pairs_fill_the_square(lag):
     assert (chi_square - 255) / pairs.numel() < 0.02**2
 
 
-@pytest.mark.parametrize("lag", [1, 2, 15, 16, 64, 68, 107])
+@pytest.mark.parametrize("lag", [16, 17, 64, 68, 107])
 def test_differences_of_pairs_are_uniform(lag):
-    """Modulo 2^16, in 64 bins: all within 10% of the expected count (they had 0.2 to 2.7 times that)."""
+    """Modulo 2^16, in 64 bins: all within 10% of the expected count."""
     u = dither(key_of(seed=7), 2**15, 128)
     bins = (((u[:, lag:] - u[:, :-lag]) & 0xFFFF) >> 10).flatten().bincount(minlength=64).double()
     assert (bins / bins.mean() - 1).abs().max() < 0.1
 
 
+def test_whether_two_elements_go_up_is_nearly_independent_where_they_were_read_together():
+    """Of the ring itself, exactly: the correlation of going up with a probability of k/16, at distances 1 ... 15.
+
+    Below 3.4% each; and what they add up to, the variance of how many of sixteen go up, is a binomial's within 2.6%.
+    That of their mean is right to 1%.
+    """
+    fraction = (ring().double() + 0.5) / RING
+    for k in range(1, 16):
+        p = k / 16
+        up = ((fraction < p).double() - p) / (p * (1 - p)) ** 0.5
+        correlations = torch.stack([(up * up.roll(-lag)).mean() for lag in range(1, 16)])
+        assert correlations.abs().max() < 0.034
+        assert abs((2 * correlations * (16 - torch.arange(1, 16)) / 16).sum()) < 0.026
+    z = (fraction - 0.5) * 12**0.5
+    correlations = torch.stack([(z * z.roll(-lag)).mean() for lag in range(1, 16)])
+    assert correlations.abs().max() < 0.007
+    assert abs((2 * correlations * (16 - torch.arange(1, 16)) / 16).sum()) < 0.01
+
+
 @pytest.mark.parametrize("probability", [0.05, 0.3, 0.5, 0.9])
-def test_the_number_of_round_ups_in_a_chunk_varies_as_a_binomial(probability):
-    """Over n = 2^15 chunks the estimate has a relative deviation of sqrt(2 / n) = 0.8%; bound: 2.5%."""
+def test_the_number_of_round_ups_in_a_chunk_varies_nearly_as_a_binomial(probability):
+    """Over n = 2^15 chunks the estimate has a relative deviation of sqrt(2 / n) = 0.8%; bound: 8%, measured 0 to 6%.
+
+    (The rarer, the more it matters that a ring has neighbours: 12% less at 0.95.)
+    """
     ups = (dither(key_of(seed=8), 2**15, 128) < probability * 2**16).double().sum(1)
-    assert abs(ups.var().item() / (128 * probability * (1 - probability)) - 1) < 0.025
+    assert abs(ups.var().item() / (128 * probability * (1 - probability)) - 1) < 0.08
 
 
 # --- independent ------------------------------------------------------------------------------------------
@@ -185,15 +200,16 @@ def assert_uncorrelated(x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def test_elements_of_a_chunk_are_nearly_uncorrelated():
-    """|r| below 0.3% at distances 1 ... 16 (a vector register) and below 1% at all others up to 127.
+    """|r| below 1% at all distances up to 127.
 
-    Measured: 0.2% and 0.4% (distance 68; 0.8% at 127, of one pair a chunk). The five standard errors of this smaller
-    sample are added. One percent of correlation at one distance is one percent of the rounding noise's variance.
+    Measured: 0.5%, and 0.2% where they cannot have been read together (0.4% at 127, of one pair a chunk). The five
+    standard errors of this smaller sample are added. One percent of correlation at one distance is one percent of the
+    rounding noise's variance.
     """
     z = standardized(key_of(seed=3), rows=2**15)
     for lag in range(1, 128):
         x, y = z[:, :-lag], z[:, lag:]
-        assert abs((x * y).mean().item()) < (0.003 if lag <= 16 else 0.01) + 5 / x.numel() ** 0.5
+        assert abs((x * y).mean().item()) < 0.01 + 5 / x.numel() ** 0.5
 
 
 def test_neighbouring_rows_and_chunks_are_uncorrelated():
@@ -224,18 +240,17 @@ def test_steps_seeds_parameters_and_purposes_are_independent():
 
 
 def of_purposes(seed: int, rows: int) -> dict[str, torch.Tensor]:
-    """The bits of weight and moments as a step draws them: of one mixed word."""
-    weight_key = key_of(seed=seed)
-    return {p: dither(key_of(seed=seed, purpose=p), rows, 128, weight_key=weight_key) for p in PURPOSES}
+    """The bits of weight and moments as a step draws them."""
+    return {p: dither(key_of(seed=seed, purpose=p), rows, 128) for p in PURPOSES}
 
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(PURPOSES, 2)))
 @pytest.mark.parametrize("lag", [0, 1, 16, 68])
-def test_purposes_of_one_mixed_word_fill_the_square(pair, lag):
+def test_two_purposes_fill_the_square(pair, lag):
     """An element's bits of two purposes, and those of two elements: every pair of upper 4 bits equally often.
 
-    Of a chunk one pair counts, for a chunk's elements share the difference of two purposes: then the n = 2^17 pairs are
-    independent, and chi-square has mean 255, deviation sqrt(510); bound: five deviations.
+    Of a chunk one pair counts: then the n = 2^17 pairs are independent, and chi-square has mean 255, deviation
+    sqrt(510); bound: five deviations.
     """
     u = of_purposes(9, 2**17)
     pairs = (u[pair[0]][:, 5] >> 12) * 16 + (u[pair[1]][:, 5 + lag] >> 12)
@@ -255,8 +270,7 @@ def test_the_three_purposes_of_an_element_fill_the_cube():
 def test_a_chunks_sum_of_products_of_two_purposes_has_no_mean():
     """What rounding errors of weight and moment would add up to if they knew of each other.
 
-    Within a chunk they do, by a difference that is another in every chunk and step: a chunk's correlation scatters, but
-    around zero. Over n = 2^14 chunks the mean lies within five of its standard errors.
+    Over n = 2^14 chunks the mean lies within five of its standard errors.
     """
     z = [(u.double() + 0.5) / 2**16 * 12**0.5 - 3**0.5 for u in of_purposes(11, 2**14).values()]
     for x, y in itertools.combinations(z, 2):

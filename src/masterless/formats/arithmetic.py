@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+BF16_MAX_BITS = 0x7F7F0000  # of the largest finite number
+
 _half = 0.5  # a variable: the product below must be computed when it is asked for
 
 
@@ -57,3 +59,13 @@ def inverse_root(x: Tensor) -> Tensor:
     """
     y = bits_float(0x5F1FFFF9 - (float_bits(x) >> 1))
     return y * (1.68191391 - (x * y) * y * 0.703952253)
+
+
+def to_bfloat16(x: Tensor, u: Tensor | None) -> Tensor:
+    """fp32 to bf16 on the bits, to nearest or with random bits; a carry past the largest number is stopped there."""
+    bits = float_bits(x) & 0xFFFFFFFF
+    magnitude = bits & 0x7FFFFFFF
+    add = 0x7FFF + ((magnitude >> 16) & 1) if u is None else u.to(torch.int64)
+    magnitude = ((magnitude + add) & ~0xFFFF).clamp(max=BF16_MAX_BITS)
+    upper = (magnitude | (bits & 0x80000000)) >> 16
+    return upper.to(torch.int32).to(torch.int16).view(torch.bfloat16)

@@ -6,7 +6,8 @@ Contract:
       are used: any implementation that keeps the order of operations agrees to the bit.
     * **Scaled formats**: scale = absmax / max_level, rounded *up* to its stored kind, so that nothing is
       clipped (the dynamic maps end at -0.55 ... -0.99, so negative numbers count for more in their absmax); numbers
-      are normalised by the scale as stored: ``t = x / scale``, ``value = level * scale``.
+      are normalised by the scale as stored: ``t = x * (1 / scale)``, ``value = level * scale``. (Where the scale is
+      below 2^-100 or above 2^100, both are multiplied by 2^100 or 2^-100 first, for a normal reciprocal.)
       ``level * scale`` is exact for linear and floating formats: a decoded number encodes to the very same code
       under the same scale, with either rounding. (For the dynamic maps, whose levels are decimal fractions, that
       holds for nearest rounding, and for stochastic rounding in all but the two most extreme dithers of 65536.)
@@ -14,18 +15,19 @@ Contract:
       zeros has the smallest: there is no zero); kind e4m3 counts in units of the tensor's scale, a power of two that is
       chosen when a tensor is encoded as a whole, so that its largest block has 16 units or less of 448, and then kept.
     * **Nearest**: a tie goes to the neighbour with the even code. **Stochastic**: to the upper neighbour
-      with probability ``(t - lower) / (upper - lower)``, to 2^-17. Out of range: the outermost level.
+      with probability ``(t - lower) / (upper - lower)``, to 2^-17; on linear grids, where 15 bits of the fraction of
+      t count (13 where levels exceed 127), to 2^-16 (2^-14). Out of range: the outermost level.
     * **Log formats** work on the bits of a positive float, ``i(x)``, a piecewise-linear log2. A block stores
       ``top`` = the upper 16 bits of its maximum, rounded up, and ``step`` in units of 2^13 (1/1024 octave);
       code k stands for the float with bits ``i(top) - k * step``. The lowest level is ``low``, a low quantile
       found cheaply: of the minima of the block's eight interleaved lanes the largest (2 bits), a middle one
       (3, 4 bits) or the smallest (8 bits). Below it everything is raised to it. If the block holds exact zeros
-      the last code means zero (the upper bit of
-      ``step`` says so). "nearest" is nearest in log. "stochastic" is made for what an update uses, 1/sqrt(v): with s
-      the position below the upper neighbour in units of the step, it goes down with probability
-      ``s (1 + c - c s)``, c = tanh(ln(R)/8) for neighbours of ratio R, so that a slow average has the right mean of
-      1/sqrt(v) (`docs/states.md`). To be measured against: "stochastic-value" is unbiased in v itself,
-      "stochastic-log" in the code (SOLO's).
+      the last code means zero (the upper bit of ``step`` says so). "nearest" is nearest in log. "stochastic" is made
+      for what an update uses, 1/sqrt(v): with s the position below the upper neighbour in units of the step, it goes
+      down with probability ``s (1 + c - c s)``, to 0.1 c^2, c = tanh(ln(R)/8) in sixteenths for neighbours of ratio R,
+      so that a slow average has the right mean of 1/sqrt(v) (`docs/states.md`): where ``s + w + c w (1 - w)`` reaches one,
+      w of ten random bits. To be measured against: "stochastic-value" is unbiased in v itself, "stochastic-log" in the
+      code (SOLO's).
     * A block of zeros decodes to zeros. Finite numbers decode to finite numbers. An unsigned format never
       turns a positive number into zero. Non-finite input is the caller's to keep away.
 """
@@ -37,14 +39,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from masterless.formats.arithmetic import bits_float, float_bits
+from masterless.formats.arithmetic import BF16_MAX_BITS, bits_float, float_bits, to_bfloat16
 from masterless.formats.format import Format
 from masterless.formats.packing import pack, unpack
 from masterless.formats.rounding import threshold
 
 Parts = dict[str, Tensor]
 
-_BF16_MAX_BITS = 0x7F7F0000
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # What rounding a scale up clears: a bf16 has 8 significant bits, a power of two one. An "fp32" scale keeps 14, so that
 # its product with a level of up to 10 bits is exact.
@@ -55,7 +56,12 @@ _E4M3_SHIFT = (127 - 7) << 3  # between the upper bits of a float and those of a
 _TENSOR_SCALE_ROOM = 2.0**-4  # a tensor's largest block has at most 1/this units: 28 times as much still fits
 _TENSOR_SCALE_OF_ZEROS = 2.0**-10
 _TENSOR_SCALE_LIMITS = (2.0**-126, 2.0**115)  # normal, and 448 * 6 of the largest are finite
+_SCALE_POWER = 2.0**100  # scales up to this, and down to its inverse, have reciprocals that are normal numbers
+# A float in the binade of 2^k leaves 23 - k bits to a fraction: 15 where levels stay below 2^7, and t, whose error is
+# below 2^-23 of it, is a level's own on the grid of those bits; 13 for finer formats. The log code, too, has 15.
+_FRACTION, _FINER_FRACTION = 15, 13
 LOG_STEP_UNIT = 13  # log2 of the unit of a log block's step, in float bits
+LOG_BINADE = 1 << (23 - _FRACTION)
 _LOG_CURVE = float.fromhex("0x1.62e43p-14")  # ln(2) / 8 over the units of an octave
 _LOG_ZERO_FLAG = 0x8000
 _LOG_STEP_MAX = 0x7FFF
@@ -169,16 +175,31 @@ def _spread(per_block: Tensor, cols: int, format: Format) -> Tensor:
 # --- codes on a grid of levels --------------------------------------------------------------------------
 
 
+def _in_units(x: Tensor, scale: Tensor) -> Tensor:
+    scale = torch.where(scale > 0, scale, 1.0)
+    power = torch.where(
+        scale < 1 / _SCALE_POWER, _SCALE_POWER, torch.where(scale > _SCALE_POWER, 1 / _SCALE_POWER, 1.0)
+    )
+    return (x * power) * (torch.ones_like(scale) / (scale * power))
+
+
+def linear_fraction(limit: float) -> int:
+    """To how many bits stochastic rounding looks at the fraction of a number on a linear grid up to `limit`."""
+    return _FRACTION if limit < 128 else _FINER_FRACTION
+
+
 def _linear_codes(t: Tensor, format: Format, u: Tensor | None) -> Tensor:
-    fine = t * 2.0**format.fine_bits
-    if u is None:
-        index = fine.round()  # half to even, which is the even code: every zero code is even
-    else:
-        index = fine.floor()
-        index = index + (fine - index > threshold(u)).to(index.dtype)
     limit = format.max_level * 2.0**format.fine_bits
-    index = index.clamp(-limit if format.signed else 0.0, limit)
-    return index.to(torch.int32) + format.zero_code
+    fine = (t * 2.0**format.fine_bits).clamp(-limit if format.signed else 0.0, limit)
+    if u is None:
+        # Half to even, which is the even code: every zero code is even.
+        return fine.round().to(torch.int32) + format.zero_code
+    fraction = linear_fraction(limit)
+    u = u.to(torch.int64) >> (16 - fraction)
+    below_ring = u & ((1 << (fraction - 10)) - 1)
+    binade = 1 << (23 - fraction)
+    sum = fine + ((binade + format.zero_code) + below_ring.to(torch.float32) * 2.0**-fraction)
+    return ((float_bits(sum) + (u - below_ring)) >> fraction & (binade - 1)).to(torch.int32)
 
 
 def _codebook_codes(t: Tensor, format: Format, u: Tensor | None) -> Tensor:
@@ -208,8 +229,7 @@ def _encode_scaled(
         tensor_scale = tensor_scale_for(x)
     if scale is None:
         scale = scale_for(block_peak(x, format), format, tensor_scale)
-    divisor = _spread(torch.where(scale > 0, scale, 1.0), x.shape[1], format)
-    t = x / divisor
+    t = _in_units(x, _spread(scale, x.shape[1], format))
     codes = (_linear_codes if format.kind == "linear" else _codebook_codes)(t, format, u)
     if not format.signed:
         codes = torch.where((x > 0) & (codes == format.zero_code), codes + 1, codes)
@@ -255,7 +275,7 @@ def _lane_low(blocks: Tensor, format: Format) -> Tensor:
 
 def log_metadata(top: Tensor, low: Tensor, has_zero: Tensor, format: Format) -> Parts:
     """A log block's stored metadata from the bits of its maximum and lowest level, and whether it holds zeros."""
-    top = ((top + 0xFFFF) & ~0xFFFF).clamp(max=_BF16_MAX_BITS)
+    top = ((top + 0xFFFF) & ~0xFFFF).clamp(max=BF16_MAX_BITS)
     has_zero = has_zero & (top > 0)
     intervals = (2**format.bits - 1 - has_zero.to(torch.int64)) << LOG_STEP_UNIT
     step = ((top - low + intervals - 1) // intervals).clamp(1, _LOG_STEP_MAX)
@@ -305,12 +325,12 @@ def encode_log(x: Tensor, metadata: Parts, format: Format, u: Tensor | None, rou
         lower = bits_float(_log_bits(top, code + 1, step))
         code = code + (x - lower <= threshold(u) * (upper - lower)).to(torch.int64)
     else:
-        code = depth // step
-        rest, curve = (depth - code * step).to(torch.float32), log_curve(step)
-        inverse = torch.ones_like(curve) / step.to(torch.float32)
-        probability = rest * ((curve + 1.0) * inverse - (curve * inverse * inverse) * rest)
+        ring, curve = (u >> 6).to(torch.float32), (log_curve(step) * 16.0 + 0.5).floor() * 2.0**-4
+        steps = torch.minimum(depth, last * step).to(torch.float32) * (torch.ones_like(curve) / step.to(torch.float32))
+        part = (LOG_BINADE + (ring + 0.5) * 2.0**-10) + curve * (ring * (1023.0 - ring) * 2.0**-20)
+        code = float_bits(steps + part) >> _FRACTION & (LOG_BINADE - 1)
         # Where levels end at the smallest float, that float is one of them.
-        code = code + ((probability > threshold(u)) | (bits == 1)).to(torch.int64)
+        code = torch.where(bits == 1, depth // step + 1, code)
     code = torch.minimum(code, last)
     code = torch.where(bits > 0, code, torch.where(flag, 2**format.bits - 1, 0))
     return {"codes": pack(code.to(torch.int32), format.bits), **metadata}
@@ -328,19 +348,6 @@ def _log_metadata_of(x: Tensor, format: Format) -> Parts:
     low = _by_block(lambda blocks: _lane_low(blocks, format), x, format).to(torch.int64)
     has_zero = _by_block(lambda blocks: (blocks == 0).any(-1), x, format).to(torch.bool)
     return log_metadata(top, low, has_zero, format)
-
-
-# --- plain floats ---------------------------------------------------------------------------------------
-
-
-def _to_bfloat16(x: Tensor, u: Tensor | None) -> Tensor:
-    """fp32 to bf16 on the bits; a carry past the largest finite number is stopped there."""
-    bits = float_bits(x) & 0xFFFFFFFF
-    magnitude = bits & 0x7FFFFFFF
-    add = 0x7FFF + ((magnitude >> 16) & 1) if u is None else u.to(torch.int64)
-    magnitude = ((magnitude + add) & ~0xFFFF).clamp(max=_BF16_MAX_BITS)
-    upper = (magnitude | (bits & 0x80000000)) >> 16
-    return upper.to(torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
 # --- the two entry points -------------------------------------------------------------------------------
@@ -371,7 +378,7 @@ def encode(
     if format.kind == "float32":
         return {"values": x.clone()}
     if format.kind == "bfloat16":
-        return {"values": _to_bfloat16(x, u)}
+        return {"values": to_bfloat16(x, u)}
     if format.kind == "log":
         return encode_log(x, _log_metadata_of(x, format), format, u, rounding)
     if format.kind in ("linear", "codebook"):

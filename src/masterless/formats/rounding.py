@@ -5,14 +5,14 @@ Contract:
       row, column) and of nothing else: no generator, no state. Replicas agree, a resumed run continues bit
       for bit, and a shard of rows sees what the whole tensor would have seen.
     * Construction: the first four become a 64-bit key; key and chunk number (128 elements of a row) go
-      through SplitMix64. The lower 32 bits of the weight's are a, the uppermost 16 of the purpose's own b, and
-      element e of the chunk gets the upper half of ``mix(a + e * W)`` plus b, with ``mix(x) = (x ^ x >> 12) * M``
-      modulo 2^32. So weight and moments of an element share the mixed word, which is what costs.
-    * The addition of b makes every element exactly uniform, and the purposes of an element exactly independent: given
-      the mixed word, each has its own b. (What they share are differences: those of a chunk's elements are the same
-      for all purposes of a step.)
-    * Stochastic rounding goes to the upper neighbour where ``fraction > (u + 1/2) / 2^16``: a number that
-      lies on the grid stays where it is, always, and the mean is right to 2^-17 of the gap.
+      through SplitMix64, once for every purpose. A fixed permutation of the numbers below 1024 lies in a ring, and each
+      sixteen elements of the chunk read it from a place of their own: ten bits of the word, six bits further for each
+      next sixteen. That makes the upper ten bits of u; the lower six, the same for a chunk, are the word's uppermost.
+      So a processor loads what it would otherwise mix, and nothing is kept from one rounding to the next.
+    * Every element is exactly uniform: its place in the ring is, and its lower bits are. Elements are independent but
+      for those that were read together, and there nearly (`tests/test_rounding.py` says how nearly).
+    * Stochastic rounding goes up with probability ``fraction``: a number that lies on the grid stays where it is,
+      always, and the mean is right to 2^-16 of the gap (second moments' log code: 2^-11, see `codec`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 PURPOSES = {"weight": 1, "exp_avg": 2, "exp_avg_sq": 3}
 
 _MASK64 = (1 << 64) - 1
-_MASK32 = (1 << 32) - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-# Of random triples the one whose pairs of elements are the least dependent (`tests/test_rounding.py` says how little).
-_WEYL32, _SHIFT32, _MULTIPLY32 = 0x18701E9B, 12, 0xCDF7CC2B
+RING = 1024
+_READ_TOGETHER = 16
+# x (985 + x 368) modulo 1024: a permutation, for the first factor is odd and the second even; and of all those the one
+# whose neighbours are the least dependent.
+_RING_POLYNOMIAL = (985, 368)
 
 
 def of_signed(rounding: str) -> str:
@@ -100,15 +102,13 @@ def _chunk_words(key: int, chunks: Tensor) -> Tensor:
     return z ^ _shift(z, 31)
 
 
-def dither(
-    key: int,
-    rows: int,
-    cols: int,
-    first_row: int = 0,
-    device: torch.device | str | None = None,
-    *,
-    weight_key: int | None = None,
-) -> Tensor:
+def ring() -> Tensor:
+    """The permutation of the numbers below 1024 that random bits are read from, int64."""
+    x, (a, b) = torch.arange(RING), _RING_POLYNOMIAL
+    return x * (a + x * b) % RING
+
+
+def dither(key: int, rows: int, cols: int, first_row: int = 0, device: torch.device | str | None = None) -> Tensor:
     """Random integers below 2^16 for `rows` rows of a tensor from `first_row` on: int32 ``[rows, cols]``.
 
     Args:
@@ -117,16 +117,14 @@ def dither(
         cols: elements of each.
         first_row: its number in the whole tensor.
         device: of the result.
-        weight_key: of the same parameter and step for the purpose "weight"; None if `key` is that, or stands alone.
     """
     chunks_per_row = -(-cols // CHUNK)
     first = first_row * chunks_per_row
     chunks = torch.arange(first, first + rows * chunks_per_row, device=device).view(rows, chunks_per_row, 1)
-    own = _chunk_words(key, chunks)
-    a = (own if weight_key is None else _chunk_words(weight_key, chunks)) & _MASK32
-    x = (a + torch.arange(CHUNK, device=device) * _WEYL32) & _MASK32
-    x = ((x ^ (x >> _SHIFT32)) * _MULTIPLY32) & _MASK32
-    return (((x >> 16) + _shift(own, 48)) & 0xFFFF).to(torch.int32).flatten(1)[:, :cols]
+    words, elements = _chunk_words(key, chunks), torch.arange(CHUNK, device=device)
+    places = (words >> 6 * (elements // _READ_TOGETHER)) + elements % _READ_TOGETHER
+    u = (ring().to(device)[places % RING] << 6) | _shift(words, 58)
+    return u.to(torch.int32).flatten(1)[:, :cols]
 
 
 def threshold(u: Tensor) -> Tensor:

@@ -82,8 +82,8 @@ def step_rows(task: Task, known: Known, grad: Tensor, bad: Tensor, start: int, s
     def random_bits(purpose: str) -> Tensor | None:
         if task.rounding[purpose] == "nearest":
             return None
-        skip, first_row, of_weight = task.first_col or 0, task.first_row + start, task.keys["weight"]
-        u = dither(task.keys[purpose], stop - start, skip + cols, first_row, target.device, weight_key=of_weight)
+        skip, first_row = task.first_col or 0, task.first_row + start
+        u = dither(task.keys[purpose], stop - start, skip + cols, first_row, target.device)
         return u[:, skip:]
 
     scale = known.weight_scale

@@ -17,6 +17,7 @@ import triton.language as tl
 from masterless.backends.triton.log_code import decode_log, load_log_metadata
 from masterless.backends.triton.numbers import (
     BF16_MAX_BITS,
+    all_bits,
     as_code,
     as_float,
     float_bits,
@@ -122,12 +123,12 @@ def moment_scale(x, geometry, CODEC: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def _bf16_bits(x, word, CODEC: tl.constexpr):
-    """As `codec._to_bfloat16`: the upper halves, 16-bit integers."""
+def _bf16_bits(x, random, CODEC: tl.constexpr):
+    """As `arithmetic.to_bfloat16`: the upper halves, 16-bit integers."""
     bits = float_bits(x)
     magnitude = bits & 0x7FFFFFFF
     if CODEC.random:
-        add = (word >> 16).to(tl.int32)
+        add = all_bits(random)
     else:
         add = 0x7FFF + ((magnitude >> 16) & 1)
     rounded = tl.minimum((magnitude + add) & ~0xFFFF, BF16_MAX_BITS)
@@ -149,7 +150,7 @@ def _level(code, s):
 
 
 @triton.jit
-def _table_codes(t, word, s, CODEC: tl.constexpr):
+def _table_codes(t, random, s, CODEC: tl.constexpr):
     """As `codec._codebook_codes`."""
     levels = pointer(s[4], tl.float32, False)
     codes = pointer(s[4], tl.int32, False) + TABLE
@@ -162,7 +163,7 @@ def _table_codes(t, word, s, CODEC: tl.constexpr):
     lower, upper = tl.load(levels + index), tl.load(levels + index + 1)
     above = tl.load(codes + index + 1)
     if CODEC.random:
-        up = t - lower > threshold(word) * (upper - lower)
+        up = t - lower > threshold(random) * (upper - lower)
     else:
         middle = (lower + upper) * 0.5
         up = (t > middle) | ((t == middle) & (above % 2 == 0))
@@ -170,13 +171,15 @@ def _table_codes(t, word, s, CODEC: tl.constexpr):
 
 
 @triton.jit
-def _whole(fine, x, word, CODEC: tl.constexpr):
+def _whole(fine, x, random, CODEC: tl.constexpr):
     """Numbers of quanta as whole numbers, as floats; an unsigned format has no zero for a positive number."""
-    if CODEC.random and CODEC.kind == "linear" and CODEC.limit >= 128.0:
-        index = tl.floor(fine)
-        index = tl.where(fine - index > threshold(word), index + 1.0, index)
+    if CODEC.random and CODEC.kind == "linear":
+        base = 2.0 ** (23 - CODEC.fraction) + CODEC.zero_code
+        base_and_below_ring = from_bits((random[1] >> (16 - CODEC.fraction)) + CODEC.base_bits)
+        sum = float_bits(fine + base_and_below_ring) + (random[0] >> (15 - CODEC.fraction))
+        index = from_bits(sum & -(1 << CODEC.fraction)) - base
     elif CODEC.random:
-        index = tl.ceil(fine - threshold(word))  # the same for numbers below 2^7: see `csrc/grid.h`
+        index = tl.ceil(fine - threshold(random))
     else:
         index = nearest_whole(fine)
     if not CODEC.signed:
@@ -194,14 +197,14 @@ def _within(t, CODEC: tl.constexpr, LIMIT: tl.constexpr, FITS: tl.constexpr):
 
 
 @triton.jit
-def _minifloat_codes(t, x, word, CODEC: tl.constexpr, FITS: tl.constexpr):
+def _minifloat_codes(t, x, random, CODEC: tl.constexpr, FITS: tl.constexpr):
     """As `codec._codebook_codes` where levels are small floats: whole numbers of the quantum of their binade.
 
     The quantum is a power of two, so numbers in units of it round as the numbers themselves do.
     """
     t = _within(t, CODEC, CODEC.max_level, FITS)
     exponent = tl.maximum(magnitude_bits(t) >> 23, CODEC.lowest)
-    index = _whole(t * from_bits((254 + CODEC.mantissa - exponent) << 23), x, word, CODEC)
+    index = _whole(t * from_bits((254 + CODEC.mantissa - exponent) << 23), x, random, CODEC)
     codes = tl.abs(index).to(tl.int32) + ((exponent - CODEC.lowest) << CODEC.mantissa)
     if CODEC.signed:
         codes = tl.where(index < 0.0, codes | CODEC.sign, codes)
@@ -223,19 +226,19 @@ def _minifloat_level(code, CODEC: tl.constexpr):
 
 
 @triton.jit
-def encode(x, scale, word, s, CODEC: tl.constexpr, FITS: tl.constexpr):
+def encode(x, scale, random, s, CODEC: tl.constexpr, FITS: tl.constexpr):
     """Codes on the finest grid of values under these scales, and what they stand for in units of the scale.
 
     FITS: no value is larger than the scales allow for. Of codes only the lowest 16 bits count.
     """
     t = over_scale(x, scale)
     if CODEC.kind == "linear":
-        index = _whole(_within(t * (2.0**CODEC.hidden), CODEC, CODEC.limit, FITS), x, word, CODEC)
+        index = _whole(_within(t * (2.0**CODEC.hidden), CODEC, CODEC.limit, FITS), x, random, CODEC)
         return as_code(index, CODEC.zero_code), index
     elif CODEC.kind == "minifloat":
-        return _minifloat_codes(t, x, word, CODEC, FITS)
+        return _minifloat_codes(t, x, random, CODEC, FITS)
     else:
-        codes = _table_codes(t, word, s, CODEC)
+        codes = _table_codes(t, random, s, CODEC)
         if not CODEC.signed:
             codes = tl.where((x > 0.0) & (codes == CODEC.zero_code), codes + 1, codes)
         return codes, _level(codes, s)
@@ -279,12 +282,12 @@ def decode(s, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr, VISIBLE: 
 
 
 @triton.jit
-def store(s, x, codes, word, geometry, allowed, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
+def store(s, x, codes, random, geometry, allowed, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
     """Stores values (of plain formats), or their codes and a master copy."""
     if CODEC.kind == "float32":
         store_plain(pointer(s[0], tl.float32, STEP.aligned), x, geometry, allowed, cols, STEP)
     elif CODEC.kind == "bfloat16":
-        half = _bf16_bits(x, word, CODEC)
+        half = _bf16_bits(x, random, CODEC)
         store_plain(pointer(s[0], tl.uint16, STEP.aligned), half, geometry, allowed, cols, STEP)
     else:
         visible = codes
@@ -299,9 +302,9 @@ def store(s, x, codes, word, geometry, allowed, cols, CODEC: tl.constexpr, STEP:
 
 
 @triton.jit
-def rounded_plain(x, word, CODEC: tl.constexpr):
+def rounded_plain(x, random, CODEC: tl.constexpr):
     """What a plain format keeps of values."""
     if CODEC.kind == "bfloat16":
-        return widened(_bf16_bits(x, word, CODEC))
+        return widened(_bf16_bits(x, random, CODEC))
     else:
         return x

@@ -171,16 +171,15 @@ def advance(record, w_at, m_at, v_at, g, geometry, cols, c, STEP: tl.constexpr):
 
 
 @triton.jit
-def random_words(record, KEY: tl.constexpr, geometry, cols, CODEC: tl.constexpr):
-    """The random bits of every element, or nothing that anybody reads."""
+def random_numbers(record, KEY: tl.constexpr, geometry, cols, CODEC: tl.constexpr):
+    """The random bits of every element (`numbers.dither`), or nothing that anybody reads."""
     if CODEC.random:
         row = geometry[0] + tl.load(record + FIRST_ROW)
         chunk = row * ((cols + 127) // 128) + geometry[1] // 128
-        of_weight = chunk_words(tl.load(record + WEIGHT_KEY), chunk)
         own = chunk_words(tl.load(record + KEY), chunk)
-        return dither(of_weight[:, None, None, None], own[:, None, None, None], elements())
+        return dither(own[:, None, None, None], elements())
     else:
-        return elements()
+        return elements(), elements()
 
 
 @triton.jit
@@ -203,16 +202,16 @@ def weight_scale(record, w_at, target, geometry, STEP: tl.constexpr):
 
 
 @triton.jit
-def round_weight(target, scale, word, w_at, STEP: tl.constexpr):
+def round_weight(target, scale, random, w_at, STEP: tl.constexpr):
     """The weight's codes, and what they stand for."""
     if STEP.weight.scaled:
-        codes, index = codecs.encode(target, scale, word, w_at, STEP.weight, False)
+        codes, index = codecs.encode(target, scale, random, w_at, STEP.weight, False)
         if STEP.weight.master:
             return codes, target
         else:
             return codes, codecs.in_scale(index, scale, STEP.weight)
     else:
-        return elements(), codecs.rounded_plain(target, word, STEP.weight)
+        return elements(), codecs.rounded_plain(target, random, STEP.weight)
 
 
 @triton.jit
@@ -240,13 +239,13 @@ def store_moment(
     record, KEY: tl.constexpr, s, x, metadata, geometry, allowed, cols, CODEC: tl.constexpr, STEP: tl.constexpr
 ):
     """Encodes a moment under this metadata, and stores both."""
-    word = random_words(record, KEY, geometry, cols, CODEC)
-    codes = word
+    random = random_numbers(record, KEY, geometry, cols, CODEC)
+    codes = elements()
     if CODEC.kind == "log":
-        codes = log_code.encode_log(x, metadata, word, CODEC)
+        codes = log_code.encode_log(x, metadata, random, CODEC)
     elif CODEC.scaled:
-        codes, _ = codecs.encode(x, metadata, word, s, CODEC, True)
-    codecs.store(s, x, codes, word, geometry, allowed, cols, CODEC, STEP)
+        codes, _ = codecs.encode(x, metadata, random, s, CODEC, True)
+    codecs.store(s, x, codes, random, geometry, allowed, cols, CODEC, STEP)
 
 
 @triton.jit
@@ -287,17 +286,17 @@ def step_tiles(record, found, place, cols, c, STEP: tl.constexpr):
         tl.atomic_add(found, count(found_here & present_elements(geometry, STEP.ragged)))
     allowed = geometry[3] & ~failed
 
-    word = random_words(record, WEIGHT_KEY, geometry, cols, STEP.weight)
+    random = random_numbers(record, WEIGHT_KEY, geometry, cols, STEP.weight)
     scale = target
     if STEP.weight.scaled:
         scale = weight_scale(record, w_at, target, geometry, STEP)
-    codes, kept = round_weight(target, scale, word, w_at, STEP)
+    codes, kept = round_weight(target, scale, random, w_at, STEP)
     if STEP.inject:
         m = m + (target - kept) * c[10]
     m, v = storable(m, STEP.first), storable(v, STEP.second)
     tl.debug_barrier()
     moves = unless_zero(allowed, c[14])
-    codecs.store(w_at, target, codes, word, geometry, moves, cols, STEP.weight, STEP)
+    codecs.store(w_at, target, codes, random, geometry, moves, cols, STEP.weight, STEP)
     store_metadata(w_at, scale, geometry, moves, cols, STEP.weight, STEP)
     if STEP.first.stored:
         stays = allowed

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from masterless.backends.triton.numbers import BF16_MAX_BITS, float_bits, from_bits, threshold
+from masterless.backends.triton.numbers import BF16_MAX_BITS, all_bits, float_bits, from_bits, threshold
 from masterless.backends.triton.tiles import (
     block_index,
     block_length,
@@ -30,6 +30,9 @@ from masterless.formats import codec
 _STEP_UNIT = tl.constexpr(codec.LOG_STEP_UNIT)
 _BELOW_UNIT = tl.constexpr((1 << codec.LOG_STEP_UNIT) - 1)
 _CURVE = tl.constexpr(codec._LOG_CURVE)
+_FRACTION = tl.constexpr(codec._FRACTION)
+_BINADE = tl.constexpr(codec.LOG_BINADE)
+_BASE_BITS = tl.constexpr(((127 + 23 - codec._FRACTION) << 23) | (1 << (codec._FRACTION - 11)))  # of _BINADE + 2^-11
 _ZERO_FLAG = tl.constexpr(codec._LOG_ZERO_FLAG)
 _STEP_MAX = tl.constexpr(codec._LOG_STEP_MAX)
 _LANES = tl.constexpr(codec._LOG_LANES)
@@ -213,40 +216,42 @@ def decode_log(codes, metadata, CODEC: tl.constexpr):
 
 
 @triton.jit
-def encode_log(x, metadata, word, CODEC: tl.constexpr):
+def encode_log(x, metadata, random, CODEC: tl.constexpr):
     """As `codec.encode_log`."""
     top, step, flag = metadata
     bits = float_bits(x)
     depth = tl.maximum(top - bits, 0)
+    last = (1 << CODEC.bits) - 1 - flag.to(tl.int32)
     if CODEC.rounding == "nearest":
         code = _steps_in(depth + (step >> 1), step, CODEC)
     elif CODEC.rounding == "stochastic-log":
-        part = ((word >> 16).to(tl.int64) * step.to(tl.int64)) >> 16
+        part = (all_bits(random).to(tl.int64) * step.to(tl.int64)) >> 16
         code = _steps_in(depth + part.to(tl.int32), step, CODEC)
     elif CODEC.rounding == "stochastic-value":
         code = _steps_in(depth, step, CODEC)
         upper = from_bits(_level_bits(top, code, step))
         lower = from_bits(_level_bits(top, code + 1, step))
-        code += (x - lower <= threshold(word) * (upper - lower)).to(tl.int32)
+        code += (x - lower <= threshold(random) * (upper - lower)).to(tl.int32)
     else:
-        if CODEC.bits == 2:  # below the lowest level everything goes down from the third
-            code = tl.where(depth >= step * 2, 2, tl.where(depth >= step, 1, 0))
-            rest = tl.minimum(depth - code * step, step).to(tl.float32)
-        else:
-            code = _steps_in(depth, step, CODEC)
-            rest = (depth - code * step).to(tl.float32)
-        linear, square = _curve(step)
-        down = rest * (linear - square * rest) > threshold(word)
-        code = tl.where(down | (bits == 1), code + 1, code)
-    code = tl.minimum(code, (1 << CODEC.bits) - 1 - flag.to(tl.int32))
+        bend, inverse = _curve(step)
+        base = from_bits(random[0] | _BASE_BITS)  # the ring's number, as a fraction, and half of its last place
+        ring = base - (_BINADE + 2.0**-11)
+        part = base + bend * (ring * ((1.0 - 2.0**-10) - ring))
+        # Where levels end at the smallest float, that float is one of them: it goes down, always.
+        part = tl.where(bits == 1, _BINADE + (1.0 - 2.0**-_FRACTION), part)
+        # In place of `codec`'s limit to the depth, one to the steps: beyond it all end at the last code.
+        steps = tl.minimum(depth.to(tl.float32) * inverse, last.to(tl.float32))
+        code = (float_bits(steps + part) >> _FRACTION) & (_BINADE - 1)
+    if CODEC.rounding != "stochastic":
+        code = tl.minimum(code, last)
     return tl.where(bits > 0, code, tl.where(flag, (1 << CODEC.bits) - 1, 0))
 
 
 @triton.jit
 def _curve(step):
-    """The two factors of the probability to go down, of every block: see `codec.encode_log`."""
+    """How the probability to go down bends, and the inverse of the step, of every block: see `codec.encode_log`."""
     x = (step >> _STEP_UNIT).to(tl.float32) * _CURVE
     square = x * x
-    curve = tl.minimum(tl.div_rn(x * (square + 27.0), square * 9.0 + 27.0), 1.0)
-    inverse = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), step.to(tl.float32))
-    return (curve + 1.0) * inverse, curve * inverse * inverse
+    bend = tl.minimum(tl.div_rn(x * (square + 27.0), square * 9.0 + 27.0), 1.0)
+    bend = (bend * 16.0 + 0.5).to(tl.int32).to(tl.float32) * 2.0**-4
+    return bend, tl.div_rn(tl.full(x.shape, 1.0, tl.float32), step.to(tl.float32))

@@ -19,12 +19,12 @@ from masterless.formats import codec, rounding
 _GOLDEN64 = tl.constexpr(rounding._GOLDEN64)
 _MIX1 = tl.constexpr(rounding._MIX1)
 _MIX2 = tl.constexpr(rounding._MIX2)
-_WEYL32 = tl.constexpr(rounding._WEYL32)
-_SHIFT32 = tl.constexpr(rounding._SHIFT32)
-_MULTIPLY32 = tl.constexpr(rounding._MULTIPLY32)
+_READ_TOGETHER = tl.constexpr(rounding._READ_TOGETHER)
+_RING1, _RING2 = (tl.constexpr(factor) for factor in rounding._RING_POLYNOMIAL)
+_SCALE_POWER = tl.constexpr(codec._SCALE_POWER)
+_SCALE_INVERSE_POWER = tl.constexpr(1.0 / codec._SCALE_POWER)
 _ROUND_TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # adding it leaves no bits for a fraction: half goes to even
 _WHOLE64 = tl.constexpr(2.0**52)
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LARGEST = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 _E8M0_SMALLEST = tl.constexpr(codec._E8M0_SMALLEST)
 _E4M3_LARGEST = tl.constexpr(codec._E4M3_LARGEST)
@@ -93,23 +93,11 @@ def inverse_root(x):
 
 @triton.jit
 def over_scale(x, scale):
-    """``x / scale``, correctly rounded, of numbers in units of a stored scale; of a scale of zero, ``x``.
-
-    A scale has at most 14 significant bits. Then no quotient lies within 2^-15 units of its last place of the middle
-    between two floats, and one correction of the product with the reciprocal finds the nearest. That needs a fused
-    multiply-add, which the interpreter has not. Exponents are kept out of harm's way by a power of two; a quotient
-    below 2^-100 may be less than exact, but no format tells it from zero.
-    """
-    if _INTERPRETED:
-        return tl.div_rn(x, tl.where(scale > 0.0, scale, 1.0) + tl.zeros_like(x))
-    else:
-        exponent = float_bits(scale) >> 23
-        power = from_bits(tl.minimum(tl.maximum(254 - exponent, 1), 253) << 23)
-        divisor = tl.where(scale > 0.0, scale * power, 1.0)
-        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), divisor)
-        x = x * power
-        first = x * inverse
-        return tl.fma(tl.fma(-first, divisor + tl.zeros_like(x), x), inverse + tl.zeros_like(x), first)
+    """As `codec._in_units`: numbers in units of a stored scale; of a scale of zero, ``x``."""
+    scale = tl.where(scale > 0.0, scale, 1.0)
+    power = tl.where(scale < _SCALE_INVERSE_POWER, _SCALE_POWER, 1.0)
+    power = tl.where(scale > _SCALE_POWER, _SCALE_INVERSE_POWER, power)
+    return (x * power) * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale * power)
 
 
 @triton.jit
@@ -225,19 +213,32 @@ def chunk_words(key, chunk):
 
 
 @triton.jit
-def dither(of_weight, own, element):
-    """As `rounding.dither`: 16 random bits of every element of a chunk, in the upper half of a word."""
-    x = (of_weight & 0xFFFFFFFF).to(tl.uint32) + element.to(tl.uint32) * _WEYL32
-    return (x ^ (x >> _SHIFT32)) * _MULTIPLY32 + ((own >> 48).to(tl.uint32) << 16)
+def dither(own, element):
+    """As `rounding.dither`: the upper ten of 16 random bits, as bits 5 to 14; and the lower six, of chunks.
+
+    The place of each sixteen elements comes from one of two halves of the chunk's word, for a shift of 64 bits is
+    several instructions. What stands above the ten bits of a place does not reach down into those of the ring.
+    """
+    group = element // _READ_TOGETHER
+    half = tl.where(group < 4, own.to(tl.uint32), (own >> 24).to(tl.uint32))
+    place = (half >> (group % 4 * 6).to(tl.uint32)) + (element % _READ_TOGETHER).to(tl.uint32)
+    ring = place * (_RING1 * 32 + place * (_RING2 * 32))
+    return (ring & 0x7FE0).to(tl.int32), (own >> 58).to(tl.int32)
 
 
 @triton.jit
-def threshold(word):
-    """As `rounding.threshold` of the upper half of a word: ``(u + 1/2) / 2^16``.
+def all_bits(random):
+    """As `rounding.dither`: the 16 random bits."""
+    return (random[0] << 1) | random[1]
+
+
+@triton.jit
+def threshold(random):
+    """As `rounding.threshold`: ``(u + 1/2) / 2^16``.
 
     The last place of 2^7 is 2^-16, so its lowest bits hold u; what is subtracted leaves the result exact.
     """
-    return from_bits(((word >> 16) | 0x43000000).to(tl.int32)) - (128.0 - 2.0**-17)
+    return from_bits(all_bits(random) | 0x43000000) - (128.0 - 2.0**-17)
 
 
 # --- sums whose bits do not depend on their order ----------------------------------------------------------------

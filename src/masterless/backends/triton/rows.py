@@ -20,7 +20,7 @@ from masterless.backends.triton.kernels import (
     geometry_of,
     load_gradient,
     moment_metadata,
-    random_words,
+    random_numbers,
     round_weight,
     store_metadata,
     store_moment,
@@ -56,7 +56,7 @@ def _advanced(record, place, piece, cols, c, STEP: tl.constexpr):
 def _rounded(record, geometry, target, m, peak, cols, c, STEP: tl.constexpr):
     """The weight's scales and codes, and the first moment with what rounding took."""
     w_at = storage(record, WEIGHT)
-    word = random_words(record, WEIGHT_KEY, geometry, cols, STEP.weight)
+    random = random_numbers(record, WEIGHT_KEY, geometry, cols, STEP.weight)
     scale = target
     if STEP.weight.scaled:
         if STEP.weight.block == 0:
@@ -64,10 +64,10 @@ def _rounded(record, geometry, target, m, peak, cols, c, STEP: tl.constexpr):
             scale = next_scale(from_bits(peak), held, 1.0, STEP.weight, STEP.held)
         else:
             scale = weight_scale(record, w_at, target, geometry, STEP)
-    codes, kept = round_weight(target, scale, word, w_at, STEP)
+    codes, kept = round_weight(target, scale, random, w_at, STEP)
     if STEP.inject:
         m = m + (target - kept) * c[10]
-    return scale, codes, storable(m, STEP.first), word
+    return scale, codes, storable(m, STEP.first), random
 
 
 @triton.jit
@@ -136,11 +136,11 @@ def _store_row(record, place, pieces, peak, of_first, of_second, cols, c, STEP: 
     w_at, m_at, v_at = storage(record, WEIGHT), storage(record, FIRST), storage(record, SECOND)
     for piece in range(pieces):
         geometry, target, m, v = _advanced(record, place, piece, cols, c, STEP)
-        scale, codes, m, word = _rounded(record, geometry, target, m, peak, cols, c, STEP)
+        scale, codes, m, random = _rounded(record, geometry, target, m, peak, cols, c, STEP)
         v = storable(v, STEP.second)
         tl.debug_barrier()
         moves = unless_zero(geometry[3], c[14])
-        codecs.store(w_at, target, codes, word, geometry, moves, cols, STEP.weight, STEP)
+        codecs.store(w_at, target, codes, random, geometry, moves, cols, STEP.weight, STEP)
         if STEP.weight.block != 0:
             store_metadata(w_at, scale, geometry, moves, cols, STEP.weight, STEP)
         if STEP.first.stored:

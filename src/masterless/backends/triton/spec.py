@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from masterless.formats import Format, minifloat
-from masterless.formats.codec import _SCALE_LOW_BITS, LOG_LOW_RANK, round_scale_up
+from masterless.formats.codec import _SCALE_LOW_BITS, LOG_LOW_RANK, linear_fraction, round_scale_up
 from masterless.formats.layout import CHUNK
 from masterless.formats.scaling import HEADROOM, WASTE, overflow_level
 from masterless.step.task import Task
@@ -141,6 +141,16 @@ class Codec(_Constant):
         """Whether it takes few: codes of 2, 4 or 8 bits in blocks of a chunk or longer, and what has no code."""
         coded = self.kind in ("linear", "log") and self.bits in (2, 4, 8) and self.hidden in (0, 4)
         return self.kind in ("none", "factored", "bfloat16") or (coded and self.block not in SHORT and not self.master)
+
+    @property
+    def fraction(self) -> int:
+        """Of linear grids: to how many bits stochastic rounding looks at a fraction."""
+        return linear_fraction(self.limit)
+
+    @property
+    def base_bits(self) -> int:
+        """The bits of what is added for that: a power of two that leaves a float so many, and the code of zero."""
+        return ((150 - self.fraction) << 23) | (self.zero_code << self.fraction)
 
     @property
     def offset(self) -> int:
