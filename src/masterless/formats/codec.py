@@ -25,9 +25,9 @@ Contract:
       the last code means zero (the upper bit of ``step`` says so). "nearest" is nearest in log. "stochastic" is made
       for what an update uses, 1/sqrt(v): with s the position below the upper neighbour in units of the step, it goes
       down with probability ``s (1 + c - c s)``, to 0.1 c^2, c = tanh(ln(R)/8) in sixteenths for neighbours of ratio R,
-      so that a slow average has the right mean of 1/sqrt(v) (`docs/states.md`): where ``s + w + c w (1 - w)`` reaches one,
-      w of ten random bits. To be measured against: "stochastic-value" is unbiased in v itself, "stochastic-log" in the
-      code (SOLO's).
+      so that a slow average has the right mean of 1/sqrt(v) (`docs/states.md`): where ``s + w + c w (1 - w)``
+      reaches one, w of ten random bits. To be measured against: "stochastic-value" is unbiased in v itself,
+      "stochastic-log" in the code (SOLO's).
     * A block of zeros decodes to zeros. Finite numbers decode to finite numbers. An unsigned format never
       turns a positive number into zero. Non-finite input is the caller's to keep away.
 """
