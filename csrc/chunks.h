@@ -70,20 +70,21 @@ template <class Grid, int kBits, int kHidden, int kScales, bool kStochastic, boo
 inline void encode_scaled_chunk(const Grid& grid, const Metadata* blocks, float limit, const float* x, int length,
                                 const ChunkDraw& random, float* moment, vf share, vf& peak, uint8_t* data,
                                 uint8_t* hidden) {
-    vf scales[kScales], inverses[kScales];
-    for (int k = 0; k < kScales; ++k)
+    vf scales[kScales], powers[kScales], inverses[kScales];
+    for (int k = 0; k < kScales; ++k) {
         scales[k] = splat(blocks[k].scale * (1.0f / (float)(1 << kHidden))), inverses[k] = splat(blocks[k].inverse);
+        if (kPlain) continue;
+        const Units units(blocks[k].scale, kHidden);
+        powers[k] = splat(units.power), inverses[k] = splat(units.inverse);
+    }
     vi codes[kVectors];
     vf largest = peak;
 #pragma GCC unroll 8
     for (int i = 0; i < length / kLanes; ++i) {
         const int block = i * kScales / kVectors;
         const vf number = held(load<vf>(x + i * kLanes));
-        vf t = number * inverses[block];
-        if (!kPlain) {
-            const Units units(blocks[block].scale, kHidden);
-            t = min(max(number * units.power * units.inverse, splat(-limit)), splat(limit));
-        }
+        const vf t = kPlain ? number * inverses[block]
+                            : min(max(number * powers[block] * inverses[block], splat(-limit)), splat(limit));
         const vf level = grid.template encode<kStochastic>(t, random, i * kLanes, codes[i]);
         if (kInjects) {
             // The product is exact: a level has at most 8 bits, and a scale 14.
@@ -128,9 +129,12 @@ inline void encode_scaled_chunks(const Grid& shared_grid, const Chunks& c) {
             encode_scaled_chunk<Grid, kBits, kHidden, kScales, kStochastic, kInjects, decltype(plain)::value>(
                 grid, blocks, limit, x, elements, random, moment, share, peak, data, hidden);
         };
-        bool is_plain = length == kChunk;
+        bool is_plain = true;
         for (int k = 0; k < kScales; ++k) is_plain &= blocks[k].fits && Units::are_plain(blocks[k].scale);
-        is_plain ? encode(std::true_type{}, kChunk) : encode(std::false_type{}, length);
+        if (!is_plain)
+            encode(std::false_type{}, length);
+        else
+            length == kChunk ? encode(std::true_type{}, kChunk) : encode(std::true_type{}, length);
         x += length, data += packed_offset(length, kBits - kHidden);
         if (kInjects) moment += length;
         if (kHidden) hidden += packed_offset(length, kHidden);
@@ -183,11 +187,11 @@ __attribute__((noinline)) void encode_log_chunk(const LogBlock& block, const flo
 }
 
 template <int kBits>
-inline void encode_plain_chunk(const PlainLogGrid& grid, const float* x, const ChunkDraw& random, uint8_t* data) {
+inline void encode_plain_chunk(const PlainLogGrid& grid, const float* x, int length, const ChunkDraw& random, uint8_t* data) {
     vi codes[kVectors];
 #pragma GCC unroll 8
-    for (int i = 0; i < kVectors; ++i) codes[i] = grid.encode(load<vf>(x + i * kLanes), random, i * kLanes);
-    pack_vectors<kBits, kFraction, true, true>(codes, kChunk, data);
+    for (int i = 0; i < length / kLanes; ++i) codes[i] = grid.encode(load<vf>(x + i * kLanes), random, i * kLanes);
+    pack_vectors<kBits, kFraction, true, true>(codes, length, data);
 }
 
 // Whether a span is such chunks of a log code, of which metadata is made several at a time. `statistics` are the chunks', or
@@ -224,8 +228,12 @@ inline void encode_log_chunks(const MlStorage& s, const Span& span, const float*
         for (int k = 0; k < count; ++k, walk.next()) {
             const int e = walk.start(), length = walk.length();
             const ChunkDraw random = draw.at(first + k);
-            are_plain[k] && length == kChunk ? encode_plain_chunk<kBits>(PlainLogGrid(blocks, k, kBits), x + e, random, data)
-                                             : encode_log_chunk<kBits>(blocks[k], x + e, length, random, data);
+            if (!are_plain[k])
+                encode_log_chunk<kBits>(blocks[k], x + e, length, random, data);
+            else if (length == kChunk)
+                encode_plain_chunk<kBits>(PlainLogGrid(blocks, k, kBits), x + e, kChunk, random, data);
+            else
+                encode_plain_chunk<kBits>(PlainLogGrid(blocks, k, kBits), x + e, length, random, data);
             data += packed_offset(length, kBits);
         }
     });

@@ -128,13 +128,22 @@ class LogStatistics {
         const uint32_t largest = (uint32_t)horizontal_max(top);
         top_ = largest > top_ ? largest : top_;
         has_zero_ |= !all(lowest != 0u);
-        uint32_t by_position[kWidth];
-        std::memcpy(by_position, minima, sizeof by_position);
-        for (int i = 0; i < kWidth; i += lanes_) lanes_ == 8 ? fold(by_position + i, 8) : fold(by_position + i, lanes_);
+        uint32_t by_position[kWidth + kLogLanes] = {};
+        std::memcpy(by_position, minima, sizeof minima);
+        fold(by_position, kWidth);
     }
 
-    inline void fold(const uint32_t* bits_minus_one, int lanes) {
-        for (int i = 0; i < lanes; ++i) minima_[i] = bits_minus_one[i] < minima_[i] ? bits_minus_one[i] : minima_[i];
+    // Minima by position, a multiple of the lanes: as many at a time as there can be lanes. What those that are none get
+    // does not count.
+    void fold(const uint32_t* by_position, int n) {
+        typedef uint32_t Lanes __attribute__((vector_size(4 * kLogLanes)));
+        Lanes least = load<Lanes>(minima_);
+        for (int i = 0; i < n; i += lanes_) {
+            const Lanes next = load<Lanes>(by_position + i);
+            least = next < least ? next : least;
+        }
+        store(minima_, least);
+        for (int i = lanes_; i < kLogLanes; ++i) minima_[i] = kNone;
     }
 
     // Lanes that do not divide a vector: after `period` vectors they start where they started.
@@ -153,9 +162,9 @@ class LogStatistics {
         const uint32_t largest = (uint32_t)horizontal_max(top);
         top_ = largest > top_ ? largest : top_;
         has_zero_ |= !all(lowest != 0u);
-        uint32_t by_position[8 * kLanes];
+        uint32_t by_position[8 * kLanes + kLogLanes];
         std::memcpy(by_position, minima, sizeof(vu) * (size_t)period);
-        for (int i = 0; i < period * kLanes; i += lanes_) fold(by_position + i, lanes_);
+        fold(by_position, period * kLanes);
     }
 
     int lanes_;
