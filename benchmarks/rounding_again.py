@@ -2,6 +2,7 @@
 
 Every run here is one that the study of recipes has, from before: the same preset, setting, learning rate, initial
 weights and data. What differs is how numbers are rounded, so a pair differs by chance, and its mean should be none.
+(At 37k both runs of a pair were made on one day, the one before with the kernel of a4a6896 in MASTERLESS_KERNEL.)
 
     python benchmarks/rounding_again.py run --size 150k --seeds 0 1 2     # resumable; several may run side by side
     python benchmarks/rounding_again.py table
@@ -12,16 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.recipes import groups, trainer
-from benchmarks.recipes.recipe import Job
-from benchmarks.recipes.store import Store
+from recipes import groups, trainer
+from recipes.recipe import Job
+from recipes.store import Store
 
 RESULTS = Path(__file__).parent / "results" / "rounding_again.jsonl"
 PRESETS = ("2-byte", "1.6-byte", "1.3-byte")

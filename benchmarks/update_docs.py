@@ -25,6 +25,7 @@ import gpu_compile
 import gpu_roofline
 import ideas_study
 import products_study
+import rounding_again
 import scale_drift
 import smollm2_study
 import staleness_study
@@ -134,6 +135,7 @@ for _size in ("rows", "tiny"):
     TABLES[f"bench-alone-{_size}"] = _bench(
         lambda document, size=_size: report.markdown(report.step_table(document, size)), "step", _size, "bench_short"
     )
+TABLES["rounding-again"] = rounding_again.table
 TABLES["bench-growth"] = _bench(lambda document: report.markdown(report.growth_table(document)), "growth")
 
 
