@@ -2,7 +2,8 @@
 
 Every run here is one that the study of recipes has, from before: the same preset, setting, learning rate, initial
 weights and data. What differs is how numbers are rounded, so a pair differs by chance, and its mean should be none.
-(At 37k both runs of a pair were made on one day, the one before with the kernel of a4a6896 in MASTERLESS_KERNEL.)
+(At 37k both runs of a pair were made on one day by the same trainer, the one before with the kernel of a4a6896 in
+MASTERLESS_KERNEL; what `run` adds takes the study's row for it.)
 
     python benchmarks/rounding_again.py run --size 150k --seeds 0 1 2     # resumable; several may run side by side
     python benchmarks/rounding_again.py table

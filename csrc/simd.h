@@ -63,7 +63,6 @@ inline float from_bits(uint32_t b) {
 }
 
 inline vf to_float(vi x) { return __builtin_convertvector(x, vf); }
-inline vf to_float(vu x) { return __builtin_convertvector(x, vf); }
 inline vi to_int(vf x) { return __builtin_convertvector(x, vi); }  // truncates
 
 // Bytes and halves in memory are integers in a vector: `store_bytes` and `load_bytes`, `upper_half` and `load_halves`.
