@@ -19,7 +19,7 @@ import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SHAPE = (64, 1024)
+SHAPE = (64, 2048)
 # what: format of the weight (None: dense fp32), dtype of the gradient, options of AdamW
 ENTRIES = {
     "fp32, int8/log8": (None, "float32", {"exp_avg": "int8", "exp_avg_sq": "log8"}),

@@ -35,7 +35,8 @@ class LogChunk {
 
     vi top() const { return top_; }
     vu lowest() const { return lowest_; }
-    vu minima() const { return kLanes > kLogLanes ? min(minima_[0], partners<kLogLanes>(minima_[0])) : minima_[0]; }
+    vu minima() const { return minima_[0]; }
+    vu folded_minima() const { return kLanes > kLogLanes ? min(minima_[0], partners<kLogLanes>(minima_[0])) : minima_[0]; }
 
     LogSummary summary(int rank) const {
         // A number that overflowed was stored as the largest one.
@@ -88,7 +89,7 @@ struct LogSummaries {
     void set(int k, const LogSummary& block) { top[k] = block.top, low[k] = block.low, zeros[k] = block.zeros; }
 
     LogSummaries(const LogChunk* chunks, int count, int rank) {
-        static_assert(kRows == kLogLanes, "lanes of a vector are lanes of a block");
+        static_assert(kEights == kLogLanes, "lanes of a vector are lanes of a block");
         const auto smaller = [](vu a, vu b) { return min(a, b); };
         const auto larger = [](vi a, vi b) { return max(a, b); };
         // A number that overflowed was stored as the largest one.
@@ -101,7 +102,8 @@ struct LogSummaries {
         if (rank == 0) {
             low = (vi)(fold_rows(count, minima, smaller) + 1u);
         } else if (rank == kLogLanes - 1) {
-            low = fold_rows(count, [=](int k) { return (vi)(chunks[k].minima() + 1u); }, larger);
+            const auto folded = [=](int k) { return (vi)(chunks[k].folded_minima() + 1u); };
+            low = fold_rows(count, folded, larger);
         } else {
             vu largest = minima(0);
             for (int k = 1; k < count; ++k) largest = max(largest, minima(k));

@@ -51,50 +51,65 @@ struct Passage {
     bool packed = false;
 };
 
+// What `advance_chunks` is asked for besides: a bf16 gradient that is read where it lies, injection, no short chunks.
+struct Occasion {
+    bool narrow, injects, whole;
+};
+
+template <class Rule, Root kRoot, From kWeight, bool kNarrow, bool kPacked, bool kWhole>
+RuleFunction injecting_chunks(const MlTask& task) {
+    return task.pays_back && task.payback != 0.0f
+               ? advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, true, true, kWhole>
+               : advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, true, false, kWhole>;
+}
+
 // Only what occurs is compiled: weights that lie in place lose nothing and have gradients of their own kind, and where
-// errors are injected the momentum is in units of the weight.
-template <class Rule, Root kRoot, From kWeight, bool kNarrow, bool kPacked>
+// errors are injected the momentum is in units of the weight. Some weights are read in registers only as presets use them.
+template <class Rule, Root kRoot, From kWeight, bool kNarrow, bool kPacked, bool kWhole>
 RuleFunction chunks(const MlTask& task, bool injects) {
     constexpr bool kMayInject = Rule::kTakesKept && kWeight != From::kPlace;
-    if (!kMayInject || !injects) return advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, false, false>;
-    return task.pays_back && task.payback != 0.0f
-               ? advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, kMayInject, kMayInject>
-               : advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, kMayInject, false>;
+    constexpr bool kOnlyInjects = kWeight > From::kTable;
+    if constexpr (kMayInject)
+        if (kOnlyInjects || injects) return injecting_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, kWhole>(task);
+    if constexpr (!kOnlyInjects) return advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, false, false, kWhole>;
+    return nullptr;
+}
+
+template <class Rule, Root kRoot, From kWeight, bool kNarrow, bool kPacked>
+RuleFunction chunks(const MlTask& task, const Occasion& at) {
+    return at.whole ? chunks<Rule, kRoot, kWeight, kNarrow, kPacked, true>(task, at.injects)
+                    : chunks<Rule, kRoot, kWeight, kNarrow, kPacked, false>(task, at.injects);
 }
 
 template <class Rule, Root kRoot, From kWeight, bool kPacked>
-RuleFunction chunks(const MlTask& task, bool narrow, bool injects) {
-    return narrow && kWeight != From::kPlace ? chunks<Rule, kRoot, kWeight, kWeight != From::kPlace, kPacked>(task, injects)
-                                             : chunks<Rule, kRoot, kWeight, false, kPacked>(task, injects);
-}
-
-// Of the kinds of weights that are read in registers only as presets use them.
-template <class Rule, Root kRoot, From kWeight>
-RuleFunction injecting_chunks(const MlTask& task) {
-    return task.pays_back && task.payback != 0.0f ? advance_chunks<Rule, kRoot, kWeight, true, true, true, true>
-                                                  : advance_chunks<Rule, kRoot, kWeight, true, true, true, false>;
+RuleFunction chunks(const MlTask& task, const Occasion& at) {
+    if constexpr (kWeight > From::kTable)
+        return chunks<Rule, kRoot, kWeight, true, kPacked>(task, at);
+    else
+        return at.narrow && kWeight != From::kPlace ? chunks<Rule, kRoot, kWeight, kWeight != From::kPlace, kPacked>(task, at)
+                                                    : chunks<Rule, kRoot, kWeight, false, kPacked>(task, at);
 }
 
 template <class Rule, Root kRoot>
-RuleFunction chunks(const MlTask& task, const Passage& how, bool narrow, bool injects) {
+RuleFunction chunks(const MlTask& task, const Passage& how, const Occasion& at) {
     if constexpr (Rule::kTakesKept) switch (how.weight) {
-            case From::kTable: return chunks<Rule, kRoot, From::kTable, true>(task, narrow, injects);
-            case From::kBytes: return chunks<Rule, kRoot, From::kBytes, true>(task, narrow, injects);
-            case From::kSix: return injecting_chunks<Rule, kRoot, From::kSix>(task);
-            case From::kHidden: return injecting_chunks<Rule, kRoot, From::kHidden>(task);
+            case From::kTable: return chunks<Rule, kRoot, From::kTable, true>(task, at);
+            case From::kBytes: return chunks<Rule, kRoot, From::kBytes, true>(task, at);
+            case From::kSix: return chunks<Rule, kRoot, From::kSix, true>(task, at);
+            case From::kHidden: return chunks<Rule, kRoot, From::kHidden, true>(task, at);
             default: break;
         }
     if (how.weight == From::kPlace)
-        return how.packed ? chunks<Rule, kRoot, From::kPlace, true>(task, narrow, injects)
-                          : chunks<Rule, kRoot, From::kPlace, false>(task, narrow, injects);
-    return how.packed ? chunks<Rule, kRoot, From::kBuffer, true>(task, narrow, injects)
-                      : chunks<Rule, kRoot, From::kBuffer, false>(task, narrow, injects);
+        return how.packed ? chunks<Rule, kRoot, From::kPlace, true>(task, at)
+                          : chunks<Rule, kRoot, From::kPlace, false>(task, at);
+    return how.packed ? chunks<Rule, kRoot, From::kBuffer, true>(task, at)
+                      : chunks<Rule, kRoot, From::kBuffer, false>(task, at);
 }
 
 template <class Rule>
-RuleFunction chunks(const MlTask& task, const Passage& how, bool narrow, bool injects) {
-    return task.second.kind == ML_FACTORED ? chunks<Rule, Root::kFactored>(task, how, narrow, injects)
-                                           : chunks<Rule, Root::kCoarse>(task, how, narrow, injects);
+RuleFunction chunks(const MlTask& task, const Passage& how, const Occasion& at) {
+    return task.second.kind == ML_FACTORED ? chunks<Rule, Root::kFactored>(task, how, at)
+                                           : chunks<Rule, Root::kCoarse>(task, how, at);
 }
 
 // Vectors of four elements go through `advance_any`, always.
@@ -113,10 +128,11 @@ inline Passage passage(const MlTask& t, const Scalars& c, const Span& span, bool
                                                  : From::kBuffer;
     const bool is_common = how.weight <= From::kTable || (narrow && injects);
     if (!is_common) how.weight = From::kBuffer;
+    const Occasion at{narrow, injects, span.has_whole_chunks()};
     if constexpr (kLanes >= 8)
-        how.function = in_weight_units   ? chunks<AdamWeightUnits>(t, how, narrow, injects)
-                       : in_update_units ? chunks<AdamUpdateUnits>(t, how, narrow, injects)
-                                         : chunks<Adam>(t, how, narrow, injects);
+        how.function = in_weight_units   ? chunks<AdamWeightUnits>(t, how, at)
+                       : in_update_units ? chunks<AdamUpdateUnits>(t, how, at)
+                                         : chunks<Adam>(t, how, at);
     return how;
 }
 

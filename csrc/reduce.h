@@ -1,15 +1,18 @@
 // What each of a few vectors comes to: folded to one number each, all of them at once.
 //
-// Contract: vectors of eight lanes or more; up to kRows vectors, and lane k of the result is vector k's. What other lanes
-// hold does not matter.
+// Contract: vectors of eight lanes or more; up to kRows vectors, as many as each has lanes, and lane k of the result is
+// vector k's. What other lanes hold does not matter.
 #pragma once
+
+#include <type_traits>
 
 #include "simd.h"
 
 namespace masterless {
 inline namespace MASTERLESS_ISA {
 
-constexpr int kRows = 8;
+constexpr int kRows = kLanes < 8 ? 8 : kLanes;
+constexpr int kEights = 8;
 
 // One vector of two: lanes that are kDistance apart meet, those of `a` in one of them and those of `b` in the other.
 template <int kDistance, class V, class Op>
@@ -17,14 +20,31 @@ inline V meet(V a, V b, Op&& op) {
     return op(alternate<kDistance>(a, b), partners<kDistance>(alternate<kDistance>(b, a)));
 }
 
+// Vector k of at most `count`; of vectors that are longer than eight lanes that and vector k + 8, each folded to eight.
+template <class Row, class Op>
+inline auto eight_of(int k, int count, Row&& row, Op&& op) {
+    const auto at = [&](int i) { return row(i < count ? i : count - 1); };
+    if constexpr (kLanes > kEights)
+        return meet<kEights>(at(k), at(k + kEights), op);
+    else
+        return at(k);
+}
+
+// `combine(distance, a, b)` of eight vectors, of four, of two.
+template <class At, class Combine>
+inline auto fold_eight(At&& at, Combine&& combine) {
+    const std::integral_constant<int, 1> one;
+    const std::integral_constant<int, 2> two;
+    const auto a = combine(two, combine(one, at(0), at(1)), combine(one, at(2), at(3)));
+    const auto b = combine(two, combine(one, at(4), at(5)), combine(one, at(6), at(7)));
+    return combine(std::integral_constant<int, 4>{}, a, b);
+}
+
 // `row(k)` is vector k, `op` takes two vectors, in any order.
 template <class Row, class Op>
 inline auto fold_rows(int count, Row&& row, Op&& op) {
-    const auto at = [&](int k) { return row(k < count ? k : count - 1); };
-    const auto a = meet<2>(meet<1>(at(0), at(1), op), meet<1>(at(2), at(3), op), op);
-    const auto b = meet<2>(meet<1>(at(4), at(5), op), meet<1>(at(6), at(7), op), op);
-    const auto all = meet<4>(a, b, op);
-    return kLanes > kRows ? op(all, partners<kRows>(all)) : all;
+    return fold_eight([&](int k) { return eight_of(k, count, row, op); },
+                      [&](auto distance, auto a, auto b) { return meet<distance()>(a, b, op); });
 }
 
 // The smallest numbers of every vector, and the second smallest.
@@ -40,13 +60,12 @@ inline TwoSmallest meet(const TwoSmallest& a, const TwoSmallest& b) {
     return {min(x, y), min(max(x, y), min(x2, y2))};
 }
 
-// Of the first kRows lanes of every vector.
+// Of the eight lanes of every vector, where those of longer vectors that are eight apart count as one: the smaller.
 template <class Row>
 inline TwoSmallest two_smallest_of_rows(int count, Row&& row) {
-    const auto at = [&](int k) { return TwoSmallest{row(k < count ? k : count - 1), splat(0xFFFFFFFFu)}; };
-    const TwoSmallest a = meet<2>(meet<1>(at(0), at(1)), meet<1>(at(2), at(3)));
-    const TwoSmallest b = meet<2>(meet<1>(at(4), at(5)), meet<1>(at(6), at(7)));
-    return meet<4>(a, b);
+    const auto smaller = [](vu a, vu b) { return min(a, b); };
+    return fold_eight([&](int k) { return TwoSmallest{eight_of(k, count, row, smaller), splat(0xFFFFFFFFu)}; },
+                      [](auto distance, const TwoSmallest& a, const TwoSmallest& b) { return meet<distance()>(a, b); });
 }
 
 }  // namespace MASTERLESS_ISA

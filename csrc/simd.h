@@ -147,10 +147,9 @@ inline vi load_some_halves(const uint16_t* p, int n) {
 #endif
 }
 
-// The first n of a vector's halves; mostly eight.
+// The first n of a vector's halves; mostly all of them.
 inline void store_some_halves(uint16_t* p, vh halves, int n) {
-    constexpr int kUsual = kLanes < 8 ? kLanes : 8;
-    if (n == kUsual) return (void)std::memcpy(p, &halves, kUsual * sizeof(uint16_t));
+    if (n == kLanes) return store(p, halves);
     std::memcpy(p, &halves, (size_t)n * sizeof(uint16_t));
 }
 
@@ -302,6 +301,40 @@ struct Table {
 };
 inline vf lookup(const Table& table, vi index) { return lookup(table.low, index); }
 #endif
+
+// Sixteen numbers from memory as a table; and four of them, again and again.
+inline Table load_table(const float* p) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    return {load<vf>(p), load<vf>(p + kLanes)};
+#else
+    return {load<vf>(p)};
+#endif
+}
+inline Table repeated_quarter(const float* p) {
+#if defined(__AVX512F__)
+    return {(vf)_mm512_broadcast_f32x4(_mm_loadu_ps(p))};
+#elif defined(__AVX2__)
+    const vf again = (vf)_mm256_broadcast_ps((const __m128*)p);
+    return {again, again};
+#else
+    return {load<vf>(p)};
+#endif
+}
+
+// The first of n halves in four lanes, the next in the next four, and so on; the last, if there are too few.
+inline vi spread_quarters(const int16_t* p, int n) {
+#if defined(__AVX512F__)
+    if (n >= 4) {
+        const __m512i wide = _mm512_castsi256_si512(_mm256_cvtepi16_epi32(_mm_loadl_epi64((const __m128i*)p)));
+        return (vi)_mm512_permutexvar_epi32((__m512i)(lane_numbers() >> 2), wide);
+    }
+#elif defined(__AVX2__)
+    if (n >= 2) return (vi)_mm256_set_m128i(_mm_set1_epi32(p[1]), _mm_set1_epi32(p[0]));
+#endif
+    vi x;
+    for (int i = 0; i < kLanes; ++i) x[i] = p[i / 4 < n ? i / 4 : n - 1];
+    return x;
+}
 
 // The same; with `few` the first vector is enough.
 inline vf lookup(const Table& table, vi index, bool few) { return few ? lookup(table.low, index) : lookup(table, index); }

@@ -7,8 +7,9 @@ namespace masterless {
 inline namespace MASTERLESS_ISA {
 
 constexpr int kMaxSpan = 8192;  // elements in the buffers at once
-constexpr int kSpan = 1024;     // elements that are taken together when tiles are short: they stay in the L1 cache
-constexpr int kRowsSpan = 1536;  // elements of short rows that are taken together: a span has costs of its own
+// Elements that are taken together when tiles are short: metadata of as many chunks as a vector has lanes.
+constexpr int kSpan = kRows * kChunk;
+constexpr int kRowsSpan = kLanes < 16 ? 1536 : kSpan;  // elements of short rows that are taken together
 constexpr int kMaxBlocks = kMaxSpan / 16;
 constexpr int kMaxChunks = kMaxSpan / 16;  // of rows that are shorter than one
 
