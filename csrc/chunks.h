@@ -65,9 +65,9 @@ inline void pack_chunk_codes(const vi* codes, int length, uint8_t* data, uint8_t
 }
 
 // One scaled chunk of kScales blocks. What rounding loses is injected into the moment, of which `peak` then has the largest
-// magnitudes. kPlain: no number lies beyond the outermost levels, and all scales have plain units.
-template <class Grid, int kBits, int kHidden, int kScales, bool kStochastic, bool kInjects, bool kPlain>
-inline void encode_scaled_chunk(const Grid& grid, const Metadata* blocks, float limit, const float* x, int length,
+// magnitudes. kPlain: all scales have plain units. kFits: no number lies beyond the outermost levels.
+template <class Grid, int kBits, int kHidden, int kScales, bool kStochastic, bool kInjects, bool kPlain, bool kFits>
+inline void encode_scaled_chunk(const Grid& grid, const Metadata* blocks, const float* x, int length,
                                 const ChunkDraw& random, float* moment, vf share, vf& peak, uint8_t* data,
                                 uint8_t* hidden) {
     vf scales[kScales], powers[kScales], inverses[kScales];
@@ -83,9 +83,8 @@ inline void encode_scaled_chunk(const Grid& grid, const Metadata* blocks, float 
     for (int i = 0; i < length / kLanes; ++i) {
         const int block = i * kScales / kVectors;
         const vf number = held(load<vf>(x + i * kLanes));
-        const vf t = kPlain ? number * inverses[block]
-                            : min(max(number * powers[block] * inverses[block], splat(-limit)), splat(limit));
-        const vf level = grid.template encode<kStochastic>(t, random, i * kLanes, codes[i]);
+        const vf t = kPlain ? number * inverses[block] : number * powers[block] * inverses[block];
+        const vf level = grid.template encode<kStochastic, kFits>(t, random, i * kLanes, codes[i]);
         if (kInjects) {
             // The product is exact: a level has at most 8 bits, and a scale 14.
             const vf lost = multiply_add(-level, scales[block], number);
@@ -106,14 +105,18 @@ struct Chunks {  // of a span
     const Metadata* blocks;
     const Injection& inject;
     uint8_t *data, *hidden;
+
+    int chunks_per_block() const { return s.block <= kChunk ? 1 : span.chunks_of_row(); }
 };
 
-template <class Grid, int kBits, int kHidden, int kScales, bool kStochastic, bool kInjects>
+// Those of a span. What is known of all its blocks is no question of each: held scales leave a weight of one block or another
+// beyond its levels, and whose nobody foretells.
+template <class Grid, int kBits, int kHidden, int kScales, bool kStochastic, bool kInjects, bool kPlain, bool kFits>
 inline void encode_scaled_chunks(const Grid& shared_grid, const Chunks& c) {
     // Copies, which no store below can change.
     const Grid grid = shared_grid;
-    const int per_block = c.s.block <= kChunk ? 1 : c.span.chunks_of_row(), chunks = c.span.chunks();
-    const float limit = c.s.limit, *x = c.x;
+    const int per_block = c.chunks_per_block(), chunks = c.span.chunks();
+    const float* x = c.x;
     const uint64_t* const words = c.draw.words;
     uint8_t *data = c.data, *hidden = c.hidden;
     const Metadata* blocks = c.blocks;
@@ -125,21 +128,29 @@ inline void encode_scaled_chunks(const Grid& shared_grid, const Chunks& c) {
         const int length = walk.length();
         const ChunkDraw random(kStochastic ? words[chunk] : 0, 0);
         vf& peak = peaks ? peaks[chunk] : unused;
-        const auto encode = [&](auto plain, int elements) __attribute__((always_inline)) {
-            encode_scaled_chunk<Grid, kBits, kHidden, kScales, kStochastic, kInjects, decltype(plain)::value>(
-                grid, blocks, limit, x, elements, random, moment, share, peak, data, hidden);
+        const auto encode = [&](int elements) __attribute__((always_inline)) {
+            encode_scaled_chunk<Grid, kBits, kHidden, kScales, kStochastic, kInjects, kPlain, kFits>(
+                grid, blocks, x, elements, random, moment, share, peak, data, hidden);
         };
-        bool is_plain = true;
-        for (int k = 0; k < kScales; ++k) is_plain &= blocks[k].fits && Units::are_plain(blocks[k].scale);
-        if (!is_plain)
-            encode(std::false_type{}, length);
-        else
-            length == kChunk ? encode(std::true_type{}, kChunk) : encode(std::true_type{}, length);
+        kPlain && length == kChunk ? encode(kChunk) : encode(length);
         x += length, data += packed_offset(length, kBits - kHidden);
         if (kInjects) moment += length;
         if (kHidden) hidden += packed_offset(length, kHidden);
         if (--left == 0) blocks += kScales, left = per_block;
     }
+}
+
+template <class Grid, int kBits, int kHidden, int kScales, bool kStochastic, bool kInjects>
+inline void encode_scaled_chunks(const Grid& grid, const Chunks& c) {
+    bool fit = true, are_plain = true;
+    const int count = (c.span.chunks() + c.chunks_per_block() - 1) / c.chunks_per_block() * kScales;
+    for (int k = 0; k < count; ++k) fit &= c.blocks[k].fits, are_plain &= c.blocks[k].is_plain;
+    if (!are_plain)
+        encode_scaled_chunks<Grid, kBits, kHidden, kScales, kStochastic, kInjects, false, false>(grid, c);
+    else if (fit)
+        encode_scaled_chunks<Grid, kBits, kHidden, kScales, kStochastic, kInjects, true, true>(grid, c);
+    else
+        encode_scaled_chunks<Grid, kBits, kHidden, kScales, kStochastic, kInjects, true, false>(grid, c);
 }
 
 template <class Grid, int kBits, int kHidden, int kScales = 1>

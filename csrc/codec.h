@@ -116,18 +116,15 @@ inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span
     uint8_t *const visible = codes.visible, *const finer = codes.hidden;
     const int hidden = s.hidden, zero_code = s.zero_code;
     const bool is_signed = s.is_signed;
-    const vf high = splat(s.limit), low = splat(is_signed ? -s.limit : 0.0f);
     for_each_run(span, s.block, [&](int e, int length, int block, Place place) {
-        const bool fits = blocks[block].fits;
         const ChunkDraw random = kStochastic ? draw.at(place.chunk, place.element) : ChunkDraw{};
         vf peak{};
         const float scale = blocks[block].scale, unit = scale * (1.0f / (float)(1 << hidden));
         const Units units(scale, hidden);
         for (int i = 0; i < length; i += kLanes) {
-            vf t = load<vf>(x + e + i) * units.power * units.inverse;
-            if (!fits) t = min(max(t, low), high);
+            const vf t = load<vf>(x + e + i) * units.power * units.inverse;
             vi code;
-            const vf level = grid.template encode<kStochastic>(t, random, i, code);
+            const vf level = grid.template encode<kStochastic, false>(t, random, i, code);
             code = (code >> Grid::template code_at<kStochastic>()) & ((1 << (s.bits + hidden)) - 1);
             if (!is_signed) code -= (load<vf>(x + e + i) > 0.0f) & (code == zero_code);
             if (hidden) {

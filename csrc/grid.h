@@ -1,11 +1,11 @@
 // Grids of levels: how a number in units of its scale becomes a code. One class a family of formats.
 //
 // Contract, for each grid:
-//   * `encode<kStochastic>(t, random, i, code)` returns the level (in units of the scale) that t is rounded to, and its
-//     code. Nearest: ties go to the even code. Stochastic: with the random numbers from element i of a chunk on, to the
-//     upper neighbour where (t - lower) exceeds threshold * (upper - lower).
+//   * `encode<kStochastic, kFits>(t, random, i, code)` returns the level (in units of the scale) that t is rounded to, and
+//     its code. Nearest: ties go to the even code. Stochastic: with the random numbers from element i of a chunk on, to
+//     the upper neighbour where (t - lower) exceeds threshold * (upper - lower). What lies beyond the outermost levels
+//     becomes one of those; with kFits nothing does.
 //   * The code stands from bit `code_at<kStochastic>()` on, alone in its byte; what is above and below may be anything.
-//   * t lies between the outermost levels.
 //   * `level(code)` is the way back.
 //   * t of the linear grid comes multiplied by 2^hidden, so that its levels are integers.
 #pragma once
@@ -24,6 +24,8 @@ class LinearGrid {
   public:
     explicit LinearGrid(const MlStorage& s)
         : shift_(splat(kShift + (float)s.zero_code)), base_(splat((float)(1 << (23 - kBelow)) + (float)s.zero_code)),
+          low_(base_ - (s.is_signed ? s.limit : 0.0f)), high_(base_ + s.limit),
+          low_shifted_(shift_ - (s.is_signed ? s.limit : 0.0f)), high_shifted_(shift_ + s.limit),
           zero_code_(s.zero_code) {}
 
     static bool suits(const MlStorage& s) { return s.limit < (float)(1 << (22 - kBelow)); }
@@ -34,19 +36,16 @@ class LinearGrid {
     // What is added to t before the random bits of the ring.
     vf base(const ChunkDraw& random) const { return base_ + splat(kBelowRing.part[random.below_ring()]); }
 
-    template <bool kStochastic>
+    // What lies beyond is found in the sums' bits, which have the order of the numbers: cheaper than among floats.
+    template <bool kStochastic, bool kFits>
     vf encode(vf t, const ChunkDraw& random, int i, vi& code) const {
         if (!kStochastic) {
-            const vf shifted = t + shift_;  // zero codes are even, as kShift is
-            code = bits(shifted);
-            return shifted - shift_;
+            code = bits(t + shift_);  // zero codes are even, as kShift is
+            if (!kFits) code = min(max(code, bits(low_shifted_)), bits(high_shifted_));
+            return from_bits(code) - shift_;
         }
-        return encode(t, base(random), random.part(i), code);
-    }
-
-    // The same with what does not change within a chunk.
-    vf encode(vf t, vf base, vi part, vi& code) const {
-        code = bits(t + base) + (part >> (kFraction - kBelow));
+        code = bits(t + base(random)) + (random.part(i) >> (kFraction - kBelow));
+        if (!kFits) code = min(max(code, bits(low_)), bits(high_));
         return from_bits(code & ~((1 << kBelow) - 1)) - base_;
     }
 
@@ -63,6 +62,7 @@ class LinearGrid {
     static constexpr BelowRing kBelowRing{};
 
     vf shift_, base_;
+    vf low_, high_, low_shifted_, high_shifted_;  // outermost levels among the sums
     int32_t zero_code_;
 };
 
@@ -75,13 +75,14 @@ using NarrowGrid = LinearGrid<kFraction>;
 template <int E, int M, bool kSigned>
 class MinifloatGrid {
   public:
-    explicit MinifloatGrid(const MlStorage&) {}
+    explicit MinifloatGrid(const MlStorage& s) : limit_(splat(s.limit)) {}
 
     template <bool>
     static constexpr int code_at() { return 0; }
 
-    template <bool kStochastic>
+    template <bool kStochastic, bool kFits>
     vf encode(vf t, const ChunkDraw& random, int i, vi& code) const {
+        if (!kFits) t = min(max(t, kSigned ? -limit_ : vf{}), limit_);
         const vi exponent = max(bits(t) & 0x7F800000, splat(kLowestExponent << 23));
         const vf gap = from_bits(exponent - (M << 23)), per_gap = from_bits((vi)(((254u + M) << 23) - (vu)exponent));
         const vf in_gaps = t * per_gap, shift = splat(kShift);
@@ -105,21 +106,25 @@ class MinifloatGrid {
     static constexpr int kBias = (1 << (E - 1)) - 1;
     static constexpr int kLowestExponent = 127 + 1 - kBias;  // of the smallest normal number, biased as in fp32
     static constexpr float kSmallest = 1.0f / (float)(1 << (kBias + M - 1));  // subnormal
+
+    vf limit_;
 };
 
 // Any rising table of at most 256 levels.
 class TableGrid {
   public:
     explicit TableGrid(const MlStorage& s)
-        : levels_(s.levels), level_of_code_(s.level_of_code), code_of_level_(s.code_of_level), count_(s.level_count) {
+        : levels_(s.levels), level_of_code_(s.level_of_code), code_of_level_(s.code_of_level), count_(s.level_count),
+          low_(splat(s.is_signed ? -s.limit : 0.0f)), high_(splat(s.limit)) {
         while (first_stride_ * 2 < count_) first_stride_ *= 2;
     }
 
     template <bool>
     static constexpr int code_at() { return 0; }
 
-    template <bool kStochastic>
+    template <bool kStochastic, bool kFits>
     vf encode(vf t, const ChunkDraw& random, int i, vi& code) const {
+        if (!kFits) t = min(max(t, low_), high_);
         vi index{};  // the last level that is not above t, by bisection; `levels` is padded with infinities
         for (int stride = first_stride_; stride >= 1; stride /= 2) {
             const vi candidate = index + stride;
@@ -152,6 +157,7 @@ class TableGrid {
     const uint8_t* code_of_level_;
     int32_t count_;
     int first_stride_ = 1;
+    vf low_, high_;
 };
 
 // Calls `f` with the grid of a scaled format.

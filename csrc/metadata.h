@@ -9,7 +9,8 @@ inline namespace MASTERLESS_ISA {
 struct Metadata {  // of one block
     float scale = 0.0f;
     float inverse = 0.0f;  // 1 / scale, on the finest grid
-    bool fits = false;  // it is known that no number of the block lies beyond the outermost levels
+    bool fits = false;      // it is known that no number of the block lies beyond the outermost levels
+    bool is_plain = false;  // the scale has plain units
     LogBlock log;
 };
 
@@ -18,7 +19,7 @@ inline Metadata scaled_block(const MlStorage& s, float scale, float absmax) {
     Metadata block;
     block.scale = scale;
     block.inverse = 1.0f / (scale * (1.0f / (float)(1 << s.hidden)));
-    block.fits = absmax <= scale * s.max_level;
+    block.fits = absmax <= scale * s.max_level, block.is_plain = Units::are_plain(scale);
     return block;
 }
 
