@@ -32,14 +32,17 @@ class WorkList {
 
 // How a parameter is cut for the step itself: into units (whole tiles), and some units make an item.
 struct Cut {
+    int64_t all_rows, cols;  // of the parameter; if it is continuous, of a single row that is as good
     int64_t rows, length, per_row, units, units_per_item;  // a unit is some whole rows, or a part of one
 
-    explicit Cut(const MlTask& t) {
-        rows = Pipeline::rows_together(t);
-        length = std::min(Pipeline::unit_length(t), std::max<int64_t>(t.cols, 1));
-        per_row = (t.cols + length - 1) / length;
-        units = (t.rows + rows - 1) / rows * per_row;
-        units_per_item = std::max<int64_t>(1, kGrain / (rows * length));
+    Cut(const MlTask& t, int64_t grain) : all_rows(t.rows), cols(t.cols) {
+        const bool as_one = Pipeline::is_continuous(t);
+        if (as_one) cols *= all_rows, all_rows = 1;
+        rows = as_one ? 1 : Pipeline::rows_together(t);
+        length = std::min(Pipeline::unit_length(t), std::max<int64_t>(cols, 1));
+        per_row = (cols + length - 1) / length;
+        units = (all_rows + rows - 1) / rows * per_row;
+        units_per_item = std::max<int64_t>(1, grain / (rows * length));
     }
 
     int64_t items() const { return (units + units_per_item - 1) / units_per_item; }
@@ -51,15 +54,14 @@ void set_randomness(MlTask& t) {
     t.second.key = t.second_key, t.second.rounding = t.second_rounding;
 }
 
-void step_item(MlTask& t, Statistics& x, int64_t item, Workspace& work) {
-    const Cut cut(t);
+void step_item(MlTask& t, Statistics& x, const Cut& cut, int64_t item, Workspace& work) {
     Pipeline pipeline(t, work, x.one_scale() ? &x.weight_scale : nullptr, x.row_means(), is_surveyed(x));
     const int64_t first = item * cut.units_per_item, last = std::min(first + cut.units_per_item, cut.units);
     int64_t bad = 0;
     for (int64_t unit = first; unit < last; ++unit) {
         const int64_t row = unit / cut.per_row * cut.rows, col = unit % cut.per_row * cut.length;
-        bad += cut.rows > 1 ? pipeline.step_rows(row, std::min(cut.rows, t.rows - row))
-                            : pipeline.step(row, col, std::min(cut.length, t.cols - col));
+        bad += cut.rows > 1 ? pipeline.step_rows(row, std::min(cut.rows, cut.all_rows - row))
+                            : pipeline.step(row, col, std::min(cut.length, cut.cols - col));
     }
     if (bad) x.bad += bad;
 }
@@ -79,6 +81,7 @@ bool step(MlTask* tasks, int64_t count, int threads, bool only_survey) {
     WorkList list;
     bool halted = false;  // a gradient that must be finite is not: nothing at all moves
     if (elements <= kAlone) threads = 1;
+    const int64_t grain = std::min(std::max(kGrain, elements / (kItems * threads)), kLargestGrain);
 
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -107,13 +110,13 @@ bool step(MlTask* tasks, int64_t count, int threads, bool only_survey) {
         {
             list.clear();
             for (const Statistics& x : statistics)
-                list.add(only_survey || halted || x.stopped() ? 0 : Cut(*x.task).items());
+                list.add(only_survey || halted || x.stopped() ? 0 : Cut(*x.task, grain).items());
         }
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < list.size(); ++item) {
             int64_t local = list.size() - 1 - item;  // backwards: what was surveyed last may still be in a cache
             const size_t i = list.locate(local);
-            step_item(tasks[i], statistics[i], local, work);
+            step_item(tasks[i], statistics[i], Cut(tasks[i], grain), local, work);
         }
     }
     for (Statistics& x : statistics) {

@@ -46,6 +46,16 @@ class Pipeline {
         return t.cols > 0 && 2 * pitch(t) <= kRowsSpan && !one_scale && !by_row ? kRowsSpan / pitch(t) : 1;
     }
 
+    // Whether a row's end is no end of anything, so that all rows are as good as one: chunks, blocks and codes of the next row
+    // follow those of the last.
+    static bool is_continuous(const MlTask& t) {
+        const auto goes_on = [&](const MlStorage& s) {
+            if (s.kind == ML_FACTORED || s.per_tensor || s.tensor_scale) return false;
+            return !is_scaled(s) || (kChunk % s.block == 0 && s.row_bytes == packed_offset(t.cols, s.bits));
+        };
+        return t.cols % kChunk == 0 && t.tile == kChunk && goes_on(t.weight) && goes_on(t.first) && goes_on(t.second);
+    }
+
     static int64_t pitch(const MlTask& t) { return (t.cols + kLanes - 1) / kLanes * kLanes; }
 
     Span span(int64_t row, int64_t col, int64_t n) const { return {row, col, (int)n, chunk(row, col), (int)n, (int)n}; }

@@ -18,7 +18,9 @@
 namespace masterless {
 inline namespace MASTERLESS_ISA {
 
-constexpr int64_t kGrain = 65536;  // elements of one item of work, about: what an item reads first was not asked for ahead
+// Elements of one item of work, about: what an item reads first was not asked for ahead. Items of a step are longer, as long
+// as there are kItems of them for every thread.
+constexpr int64_t kGrain = 65536, kLargestGrain = 524288, kItems = 32;
 constexpr int64_t kAlone = 32768;  // up to so many elements no other thread is worth waking
 
 // The largest of many non-negative floats, whose bits have the same order.
