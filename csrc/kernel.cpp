@@ -156,15 +156,15 @@ void square_sums(MlTask& t, double peak, int64_t count, double* row_sums, double
 void decode_all(const MlStorage& stored, int64_t rows, int64_t cols, bool visible, void* out, bool out_is_bf16,
                 int threads) {
     const MlStorage s = visible ? visible_part(stored) : stored;
-    const int64_t per_row = (cols + kSpan - 1) / kSpan, units = rows * per_row;
-#pragma omp parallel num_threads(threads) if (units * kSpan > kAlone)
+    const int64_t per_row = (cols + kStrip - 1) / kStrip, units = rows * per_row;
+#pragma omp parallel num_threads(threads) if (units * kStrip > kAlone)
     {
         const FloatEnvironment environment;
         Workspace work;
 #pragma omp for schedule(static)
         for (int64_t unit = 0; unit < units; ++unit) {
-            const int64_t row = unit / per_row, col = unit % per_row * kSpan, at = row * cols + col;
-            const int n = (int)std::min<int64_t>(kSpan, cols - col);
+            const int64_t row = unit / per_row, col = unit % per_row * kStrip, at = row * cols + col;
+            const int n = (int)std::min<int64_t>(kStrip, cols - col);
             const Span span{row, col, n, 0, n, n};
             decode(s, cols, span, work.codes(), work.w);
             if (out_is_bf16)
@@ -177,7 +177,7 @@ void decode_all(const MlStorage& stored, int64_t rows, int64_t cols, bool visibl
 
 void encode_all(const MlStorage& s, int64_t rows, int64_t cols, const void* in, bool in_is_bf16, int threads) {
     // Whole chunks and whole blocks, or the one block of a row.
-    const int64_t length = s.block >= cols ? cols : kSpan, per_row = (cols + length - 1) / length, units = rows * per_row;
+    const int64_t length = s.block >= cols ? cols : kStrip, per_row = (cols + length - 1) / length, units = rows * per_row;
 #pragma omp parallel num_threads(threads) if (rows * cols > kAlone)
     {
         const FloatEnvironment environment;

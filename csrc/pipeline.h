@@ -43,7 +43,8 @@ class Pipeline {
     static int64_t rows_together(const MlTask& t) {
         const bool by_row = t.weight.tensor_scale || t.first.tensor_scale || t.second.tensor_scale;  // other units
         const bool one_scale = is_scaled(t.weight) && t.weight.per_tensor;
-        return t.cols > 0 && 2 * pitch(t) <= kRowsSpan && !one_scale && !by_row ? kRowsSpan / pitch(t) : 1;
+        if (t.cols <= 0 || 2 * pitch(t) > kSpan || one_scale || by_row) return 1;
+        return std::min<int64_t>(kSpan / pitch(t), kMaxChunks / chunks_per_row(t));
     }
 
     // Whether a row's end is no end of anything, so that all rows are as good as one: chunks, blocks and codes of the next row
@@ -56,6 +57,7 @@ class Pipeline {
         return t.cols % kChunk == 0 && t.tile == kChunk && goes_on(t.weight) && goes_on(t.first) && goes_on(t.second);
     }
 
+    static int64_t chunks_per_row(const MlTask& t) { return (t.cols + kChunk - 1) / kChunk; }
     static int64_t pitch(const MlTask& t) { return (t.cols + kLanes - 1) / kLanes * kLanes; }
 
     Span span(int64_t row, int64_t col, int64_t n) const { return {row, col, (int)n, chunk(row, col), (int)n, (int)n}; }
@@ -195,8 +197,7 @@ class Pipeline {
     }
 
     uint64_t chunk(int64_t row, int64_t col) const {
-        const int64_t chunks_per_row = (t_.cols + kChunk - 1) / kChunk;
-        return (uint64_t)((t_.first_row + row) * chunks_per_row + col / kChunk);
+        return (uint64_t)((t_.first_row + row) * chunks_per_row(t_) + col / kChunk);
     }
 
     bool note_largest(vi float_bits) {

@@ -80,8 +80,8 @@ struct Statistics {
         const int64_t first = item * rows_per_item(), last = first + rows_per_item();
         Pipeline p = pipeline(work);
         for (int64_t row = first; row < last && row < task->rows; ++row)
-            for (int64_t col = 0; col < task->cols; col += kSpan)
-                f(p, p.span(row, col, task->cols - col < kSpan ? task->cols - col : kSpan));
+            for (int64_t col = 0; col < task->cols; col += kStrip)
+                f(p, p.span(row, col, task->cols - col < kStrip ? task->cols - col : kStrip));
     }
 };
 
@@ -237,9 +237,9 @@ inline void factored_sums(Statistics& x, int64_t item, Workspace& work) {
     Pipeline p = x.pipeline(work);
     const int64_t first_row = matrix * t.matrix_rows + first;
     double row_sums[kSumRows] = {};
-    for (int64_t col = 0; col < t.cols; col += kSpan) {
-        alignas(64) uint64_t columns[kSpan] = {};
-        const int n = (int)(t.cols - col < kSpan ? t.cols - col : kSpan);
+    for (int64_t col = 0; col < t.cols; col += kStrip) {
+        alignas(64) uint64_t columns[kStrip] = {};
+        const int n = (int)(t.cols - col < kStrip ? t.cols - col : kStrip);
         int i = 0;
         if (!t.has_l2 && n % kLanes == 0)  // where they lie, several rows at a time
             for (const int64_t pitch = t.cols; i + kSumsTogether <= rows; i += kSumsTogether) {

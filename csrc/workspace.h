@@ -7,11 +7,12 @@ namespace masterless {
 inline namespace MASTERLESS_ISA {
 
 constexpr int kMaxSpan = 8192;  // elements in the buffers at once
-// Elements that are taken together when tiles are short: metadata of as many chunks as a vector has lanes.
-constexpr int kSpan = kRows * kChunk;
-constexpr int kRowsSpan = kLanes < 16 ? 1536 : kSpan;  // elements of short rows that are taken together
+// Elements that are stepped together when tiles are short, and of short rows. A span has costs of its own, which weigh more
+// than that its buffers are in the L2 cache, mostly.
+constexpr int kSpan = 6144;
+constexpr int kStrip = 1024;  // elements that are only looked at or converted: they stay in the L1 cache
 constexpr int kMaxBlocks = kMaxSpan / 16;
-constexpr int kMaxChunks = kMaxSpan / 16;  // of rows that are shorter than one
+constexpr int kMaxChunks = kMaxSpan / kChunk;  // of a long row, and of short ones that are stepped together
 
 // The buffers of a thread. They lie as close together as the spans of a task allow: far apart, even if they all fit, some
 // push others out of the L1 cache (AMD finds a way in it by a hash of the address).
@@ -19,9 +20,9 @@ struct Workspace {
     float *g, *w, *m, *v;
     uint8_t *visible, *hidden;
     Metadata blocks[kMaxBlocks], first_blocks[kMaxBlocks];
-    LogBlocks second_blocks[kMaxSpan / kPair / kRows];
-    vf weight_peaks[kMaxSpan / kChunk], first_peaks[kMaxSpan / kChunk];
-    LogChunk second_statistics[kMaxSpan / kChunk];
+    LogBlocks second_blocks[kMaxChunks / kRows];
+    vf weight_peaks[kMaxChunks], first_peaks[kMaxChunks];
+    LogChunk second_statistics[kMaxChunks];
     uint64_t weight_words[kMaxChunks], first_words[kMaxChunks], second_words[kMaxChunks];
 
     explicit Workspace(int64_t longest = kMaxSpan) { arrange(longest); }
