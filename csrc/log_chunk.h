@@ -90,19 +90,19 @@ struct LogSummaries {
 
     LogSummaries(const LogChunk* chunks, int count, int rank) {
         static_assert(kEights == kLogLanes, "lanes of a vector are lanes of a block");
-        const auto smaller = [](vu a, vu b) { return min(a, b); };
-        const auto larger = [](vi a, vi b) { return max(a, b); };
+        const auto smaller = [](vu a, vu b) __attribute__((always_inline)) { return min(a, b); };
+        const auto larger = [](vi a, vi b) __attribute__((always_inline)) { return max(a, b); };
         // A number that overflowed was stored as the largest one.
-        top = min(fold_rows(count, [=](int k) { return chunks[k].top(); }, larger), splat(0x7F7FFFFF));
-        const auto lowest = [=](int k) { return chunks[k].lowest(); };
+        top = min(fold_rows(count, [=](int k) __attribute__((always_inline)) { return chunks[k].top(); }, larger), splat(0x7F7FFFFF));
+        const auto lowest = [=](int k) __attribute__((always_inline)) { return chunks[k].lowest(); };
         vu least = lowest(0);
         for (int k = 1; k < count; ++k) least = min(least, lowest(k));
         zeros = all(least != 0u) ? vi{} : (vi)(fold_rows(count, lowest, smaller) == 0u);
-        const auto minima = [=](int k) { return chunks[k].minima(); };
+        const auto minima = [=](int k) __attribute__((always_inline)) { return chunks[k].minima(); };
         if (rank == 0) {
             low = (vi)(fold_rows(count, minima, smaller) + 1u);
         } else if (rank == kLogLanes - 1) {
-            const auto folded = [=](int k) { return (vi)(chunks[k].folded_minima() + 1u); };
+            const auto folded = [=](int k) __attribute__((always_inline)) { return (vi)(chunks[k].folded_minima() + 1u); };
             low = fold_rows(count, folded, larger);
         } else {
             vu largest = minima(0);

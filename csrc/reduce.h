@@ -16,14 +16,14 @@ constexpr int kEights = 8;
 
 // One vector of two: lanes that are kDistance apart meet, those of `a` in one of them and those of `b` in the other.
 template <int kDistance, class V, class Op>
-inline V meet(V a, V b, Op&& op) {
+__attribute__((always_inline)) inline V meet(V a, V b, Op&& op) {
     return op(alternate<kDistance>(a, b), partners<kDistance>(alternate<kDistance>(b, a)));
 }
 
 // Vector k of at most `count`; of vectors that are longer than eight lanes that and vector k + 8, each folded to eight.
 template <class Row, class Op>
-inline auto eight_of(int k, int count, Row&& row, Op&& op) {
-    const auto at = [&](int i) { return row(i < count ? i : count - 1); };
+__attribute__((always_inline)) inline auto eight_of(int k, int count, Row&& row, Op&& op) {
+    const auto at = [&](int i) __attribute__((always_inline)) { return row(i < count ? i : count - 1); };
     if constexpr (kLanes > kEights)
         return meet<kEights>(at(k), at(k + kEights), op);
     else
@@ -32,7 +32,7 @@ inline auto eight_of(int k, int count, Row&& row, Op&& op) {
 
 // `combine(distance, a, b)` of eight vectors, of four, of two.
 template <class At, class Combine>
-inline auto fold_eight(At&& at, Combine&& combine) {
+__attribute__((always_inline)) inline auto fold_eight(At&& at, Combine&& combine) {
     const std::integral_constant<int, 1> one;
     const std::integral_constant<int, 2> two;
     const auto a = combine(two, combine(one, at(0), at(1)), combine(one, at(2), at(3)));
@@ -42,9 +42,9 @@ inline auto fold_eight(At&& at, Combine&& combine) {
 
 // `row(k)` is vector k, `op` takes two vectors, in any order.
 template <class Row, class Op>
-inline auto fold_rows(int count, Row&& row, Op&& op) {
-    return fold_eight([&](int k) { return eight_of(k, count, row, op); },
-                      [&](auto distance, auto a, auto b) { return meet<distance()>(a, b, op); });
+__attribute__((always_inline)) inline auto fold_rows(int count, Row&& row, Op&& op) {
+    return fold_eight([&](int k) __attribute__((always_inline)) { return eight_of(k, count, row, op); },
+                      [&](auto distance, auto a, auto b) __attribute__((always_inline)) { return meet<distance()>(a, b, op); });
 }
 
 // The smallest numbers of every vector, and the second smallest.
@@ -53,7 +53,7 @@ struct TwoSmallest {
 };
 
 template <int kDistance>
-inline TwoSmallest meet(const TwoSmallest& a, const TwoSmallest& b) {
+__attribute__((always_inline)) inline TwoSmallest meet(const TwoSmallest& a, const TwoSmallest& b) {
     const vu x = alternate<kDistance>(a.first, b.first), y = partners<kDistance>(alternate<kDistance>(b.first, a.first));
     const vu x2 = alternate<kDistance>(a.second, b.second);
     const vu y2 = partners<kDistance>(alternate<kDistance>(b.second, a.second));
@@ -62,10 +62,10 @@ inline TwoSmallest meet(const TwoSmallest& a, const TwoSmallest& b) {
 
 // Of the eight lanes of every vector, where those of longer vectors that are eight apart count as one: the smaller.
 template <class Row>
-inline TwoSmallest two_smallest_of_rows(int count, Row&& row) {
-    const auto smaller = [](vu a, vu b) { return min(a, b); };
-    return fold_eight([&](int k) { return TwoSmallest{eight_of(k, count, row, smaller), splat(0xFFFFFFFFu)}; },
-                      [](auto distance, const TwoSmallest& a, const TwoSmallest& b) { return meet<distance()>(a, b); });
+__attribute__((always_inline)) inline TwoSmallest two_smallest_of_rows(int count, Row&& row) {
+    const auto smaller = [](vu a, vu b) __attribute__((always_inline)) { return min(a, b); };
+    return fold_eight([&](int k) __attribute__((always_inline)) { return TwoSmallest{eight_of(k, count, row, smaller), splat(0xFFFFFFFFu)}; },
+                      [](auto distance, const TwoSmallest& a, const TwoSmallest& b) __attribute__((always_inline)) { return meet<distance()>(a, b); });
 }
 
 }  // namespace MASTERLESS_ISA
