@@ -57,8 +57,8 @@ struct Tile {
 };
 
 // How a weight comes: from its buffer, where it lies as fp32, or as stored codes: integers of a byte, few bits that a table
-// decodes, INT6, or INT4 with four hidden bits.
-enum class From { kBuffer, kPlace, kBytes, kTable, kSix, kHidden };
+// decodes, INT6, or INT4 with four hidden bits, also in groups of kGroup.
+enum class From { kBuffer, kPlace, kBytes, kTable, kSix, kHidden, kGroups };
 
 // --- whatever it is -------------------------------------------------------------------------------------------------
 
@@ -141,6 +141,8 @@ inline bool is_packed(const MlStorage& s, const Span& span) {
 // Which of the stored codes a weight's are that the rule reads; or none.
 inline From stored_codes(const MlStorage& s, const Span& span) {
     if (is_packed(s, span)) return From::kTable;
+    const bool in_groups = s.kind == ML_LINEAR && s.block == kGroup && s.bits == 4 && s.hidden == 4;
+    if (in_groups && !s.adjacent && !s.values && span.has_whole_chunks()) return From::kGroups;
     if (!has_chunk_scales(s, span) || s.adjacent || s.kind != ML_LINEAR) return From::kBuffer;
     const int form = s.bits * 10 + s.hidden;
     return form == 80 ? From::kBytes : form == 60 ? From::kSix : form == 44 ? From::kHidden : From::kBuffer;
@@ -167,7 +169,8 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     constexpr bool kCoarse = kRoot == Root::kCoarse, kSecondPacked = kPacked && kCoarse;
     constexpr bool kWholeStep = Rule::kTakesKept, kCarries = kCoarse && Rule::kTakesKept;
     constexpr bool kWeightStored = kWeight != From::kBuffer && kWeight != From::kPlace;
-    constexpr bool kInTwo = kWeight == From::kSix || kWeight == From::kHidden;
+    constexpr bool kHasHidden = kWeight == From::kHidden || kWeight == From::kGroups;
+    constexpr bool kInTwo = kWeight == From::kSix || kHasHidden;
     constexpr int kFiner = kWeight == From::kSix ? 2 : 4;
     const Tile b = tile;  // a copy, which no store below can change
     Scalars c = *b.scalars;
@@ -177,7 +180,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     constexpr bool kLongTables = sizeof(Table) > sizeof(vf);
     const bool two_bit_seconds = task.second.bits == 2, few_seconds = kSecondPacked && kLongTables && two_bit_seconds;
     const vi weight_zero = splat(task.weight.zero_code);
-    const uint8_t* hidden = kWeight == From::kHidden ? packed_hidden_codes(task.weight, span) : nullptr;
+    const uint8_t* hidden = kHasHidden ? packed_hidden_codes(task.weight, span) : nullptr;
     const bool two_bit_weights = kWeight == From::kTable && task.weight.bits == 2;
     const bool two_bit_firsts = task.first.bits == 2;
     CodeCursor weight_at(packed_codes(task.weight, span), task.weight.bits),
@@ -208,7 +211,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             return kWhole ? codes : readable_codes(codes, bits, length, rooms[room]);
         };
         if (kWeightStored) {
-            const float scale = weight_scales[k];
+            const float scale = kWeight == From::kGroups ? 1.0f : weight_scales[k];
             if (kWeight == From::kTable)
                 weight_table = mapped(weight_levels, [&](vf level) { return level * scale * c.decay; });
             else
@@ -216,7 +219,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             weight_codes = weight_at.codes(), weight_at.next(length);
             if (kWeight == From::kTable) weight_codes = readable(weight_codes, task.weight.bits, 0);
             if (kWeight == From::kSix) finer_codes = readable(weight_codes + length / 2, 2, 0);
-            if (kWeight == From::kHidden) finer_codes = hidden, hidden += length / 2;
+            if (kHasHidden) finer_codes = hidden, hidden += length / 2;
         }
         if (kPacked) {
             const float scale = first_scales[k];
@@ -263,7 +266,8 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                         w = to_float(load_bytes(weight_codes + o) - weight_zero) * weight_scale;
                     else if (kInTwo)
                         w = to_float(joined<kFiner>(weight_pair >> 4 * j, finer_pair >> 4 * j) - weight_zero) *
-                            weight_scale;
+                            (kWeight == From::kGroups ? splat(weight_scales.of_group(k, o) * (1.0f / (1 << kFiner)))
+                                                      : weight_scale);
                     else
                         w = load<vf>(b.w + e);
                     const vf g = kNarrow ? load_bf16(b.narrow_g + e) : load<vf>(b.g + e);

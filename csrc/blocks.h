@@ -70,10 +70,10 @@ inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, c
         if (!dry) write_scales(s, span.row, index + first, scales, count);
         const vi fits = peaks <= scales * s.max_level;
         const vi are_plain = (scales >= 1.0f / Units::kFarthest) & (scales <= Units::kFarthest);
+        const vi known = (fits & Metadata::kFits) | (are_plain & Metadata::kPlain);
         for (int k = 0; k < count; ++k) {
             Metadata& block = blocks[first + k];
-            block.scale = scales[k], block.inverse = inverses[k];
-            block.fits = fits[k] != 0, block.is_plain = are_plain[k] != 0;
+            block.scale = scales[k], block.inverse = inverses[k], block.known = known[k];
         }
     };
     if constexpr (kLanes >= kRows)

@@ -22,17 +22,22 @@ inline Table code_levels(const MlStorage& s) {
     return levels;
 }
 
-// The scales of chunks, which are blocks, or share those of their rows.
+// The scales of chunks, which are blocks, or share those of their rows, or have groups of their own.
 class ChunkScales {
   public:
     float operator[](int k) const { return scales_[k]; }
 
+    // Of the group of chunk k that element o of it belongs to.
+    float of_group(int k, int o) const { return scales_[k * kGroups + o / kGroup]; }
+
     // Of `count` chunks of a span from number `first` on.
     void read(const MlStorage& s, const Span& span, int first, int count) {
         const int64_t index = metadata_index(s, span);
-        if (s.block == kChunk) {
-            for (int k = 0; k < count; k += kLanes)
-                store(scales_ + k, read_scales(s, span.row, index + first + k, count - k < kLanes ? count - k : kLanes));
+        if (s.block <= kChunk) {
+            const int per_chunk = s.block == kChunk ? 1 : kGroups, blocks = count * per_chunk;
+            for (int k = 0; k < blocks; k += kLanes)
+                store(scales_ + k, read_scales(s, span.row, index + first * per_chunk + k,
+                                               blocks - k < kLanes ? blocks - k : kLanes));
             return;
         }
         const int per_row = span.chunks_of_row();
@@ -40,7 +45,8 @@ class ChunkScales {
     }
 
   private:
-    alignas(64) float scales_[kTogether < kLanes ? kLanes : kTogether];
+    static constexpr int kGroups = kChunk / kGroup;
+    alignas(64) float scales_[kTogether * kGroups];
 };
 
 // Levels of the second moment as they stay, and (kCarries) what Adam divided by when it was at them.

@@ -142,12 +142,12 @@ inline void encode_scaled_chunks(const Grid& shared_grid, const Chunks& c) {
 
 template <class Grid, int kBits, int kHidden, int kScales, bool kStochastic, bool kInjects>
 inline void encode_scaled_chunks(const Grid& grid, const Chunks& c) {
-    bool fit = true, are_plain = true;
+    int32_t known = Metadata::kFits | Metadata::kPlain;
     const int count = (c.span.chunks() + c.chunks_per_block() - 1) / c.chunks_per_block() * kScales;
-    for (int k = 0; k < count; ++k) fit &= c.blocks[k].fits, are_plain &= c.blocks[k].is_plain;
-    if (!are_plain)
+    for (int k = 0; k < count; ++k) known &= c.blocks[k].known;
+    if (!(known & Metadata::kPlain))
         encode_scaled_chunks<Grid, kBits, kHidden, kScales, kStochastic, kInjects, false, false>(grid, c);
-    else if (fit)
+    else if (known & Metadata::kFits)
         encode_scaled_chunks<Grid, kBits, kHidden, kScales, kStochastic, kInjects, true, true>(grid, c);
     else
         encode_scaled_chunks<Grid, kBits, kHidden, kScales, kStochastic, kInjects, true, false>(grid, c);

@@ -7,10 +7,11 @@ namespace masterless {
 inline namespace MASTERLESS_ISA {
 
 struct Metadata {  // of one block
+    static constexpr int32_t kFits = 1;   // no number of the block lies beyond the outermost levels
+    static constexpr int32_t kPlain = 2;  // the scale has plain units (`Units`)
     float scale = 0.0f;
     float inverse = 0.0f;  // 1 / scale, on the finest grid
-    bool fits = false;      // it is known that no number of the block lies beyond the outermost levels
-    bool is_plain = false;  // the scale has plain units
+    int32_t known = 0;     // kFits, kPlain
     LogBlock log;
 };
 
@@ -19,7 +20,7 @@ inline Metadata scaled_block(const MlStorage& s, float scale, float absmax) {
     Metadata block;
     block.scale = scale;
     block.inverse = 1.0f / (scale * (1.0f / (float)(1 << s.hidden)));
-    block.fits = absmax <= scale * s.max_level, block.is_plain = Units::are_plain(scale);
+    block.known = (absmax <= scale * s.max_level ? Metadata::kFits : 0) | (Units::are_plain(scale) ? Metadata::kPlain : 0);
     return block;
 }
 

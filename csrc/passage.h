@@ -96,6 +96,7 @@ RuleFunction chunks(const MlTask& task, const Passage& how, const Occasion& at) 
             case From::kTable: return chunks<Rule, kRoot, From::kTable, true>(task, at);
             case From::kBytes: return chunks<Rule, kRoot, From::kBytes, true>(task, at);
             case From::kSix: return chunks<Rule, kRoot, From::kSix, true>(task, at);
+            case From::kGroups: return injecting_chunks<Rule, kRoot, From::kGroups, true, true, true>(task);
             case From::kHidden: return chunks<Rule, kRoot, From::kHidden, true>(task, at);
             default: break;
         }
