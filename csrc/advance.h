@@ -247,7 +247,6 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             vi weight_peak{};
             vf first_peak{};
             LogChunk statistics;
-#pragma GCC unroll 4
             for (int i = 0; i < half; i += kLanes) {
                 next_gradient.ask_for_lines<kNarrow ? 2 : 4>(i);
                 if (kWeight == From::kPlace) next_weight.ask_for_lines<4>(i);
