@@ -33,8 +33,9 @@ class ChunkScales {
     // Of `count` chunks of a span from number `first` on.
     void read(const MlStorage& s, const Span& span, int first, int count) {
         const int64_t index = metadata_index(s, span);
-        if (s.block <= kChunk) {
-            const int per_chunk = s.block == kChunk ? 1 : kGroups, blocks = count * per_chunk;
+        const bool in_groups = s.block == kGroup && span.has_whole_chunks();
+        if (s.block == kChunk || in_groups) {
+            const int per_chunk = in_groups ? kGroups : 1, blocks = count * per_chunk;
             for (int k = 0; k < blocks; k += kLanes)
                 store(scales_ + k, read_scales(s, span.row, index + first * per_chunk + k,
                                                blocks - k < kLanes ? blocks - k : kLanes));

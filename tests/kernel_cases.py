@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
 from collections.abc import Callable, Sequence
@@ -221,8 +222,14 @@ def check(cases: Sequence[Case], perform: Callable[[Sequence[Task]], list[int]] 
 
 
 # Whole chunks, and even ends of rows.
-CHUNK_SHAPES = [(5, 384), (2, 2176), (3, 576), (37, 96), (50, 32), (9, 192), (2, 1120)]
+CHUNK_SHAPES = [(40, 384), (2, 2176), (3, 576), (37, 96), (50, 32), (9, 192), (2, 1120)]
 CHUNK_WEIGHTS = ["fp32", "bf16", "int8", "int8:128", "int6", "int4", "int4+4", "int4+4:32", "fp8", "int4:32"]
+
+CHUNK_MOMENTS = [
+    *itertools.product(("int4", "int2", "int8", "dynamic4"), ("log2", "log4", "log8", "factored")),
+    ("int4:row", "log2:row"),
+    ("int4", "log4:row"),
+]
 
 
 def chunk_cases(weight: str, shape: tuple[int, int]) -> list[Case]:
@@ -244,8 +251,7 @@ def chunk_cases(weight: str, shape: tuple[int, int]) -> list[Case]:
             lr=rng.choice((0.01, 1e-4)),
         )
         for rule in ("adam", "adam_update_units", "adam_weight_units")
-        for first in ("int4", "int2", "int8", "dynamic4")
-        for second in ("log2", "log4", "log8", "factored")
+        for first, second in CHUNK_MOMENTS
     ]
 
 
