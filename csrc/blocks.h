@@ -76,11 +76,12 @@ inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, c
             block.scale = scales[k], block.inverse = inverses[k], block.known = known[k];
         }
     };
+    const auto larger = [](vf a, vf b) __attribute__((always_inline)) { return max(a, b); };
     if constexpr (kLanes >= kRows)
         if (of_chunks && are_chunks(s, span) && s.negative_factor == 1.0f)
             return for_chunks_together(span, [&](int first, int count) {
                 const auto peak = [=](int k) __attribute__((always_inline)) { return of_chunks[first + k]; };
-                finish(fold_rows(count, peak, [](vf a, vf b) __attribute__((always_inline)) { return max(a, b); }), first, count);
+                finish(fold_rows(count, peak, larger), first, count);
             });
     if constexpr (kLanes >= kRows)
         if (s.block < kChunk && s.block % kLanes == 0 && span.has_whole_chunks() && s.negative_factor == 1.0f) {
@@ -93,7 +94,7 @@ inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, c
                     return largest;
                 };
                 const int count = all - first < kRows ? all - first : kRows;
-                finish(fold_rows(count, peak, [](vf a, vf b) __attribute__((always_inline)) { return max(a, b); }), first, count);
+                finish(fold_rows(count, peak, larger), first, count);
             }
             return;
         }

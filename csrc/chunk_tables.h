@@ -56,7 +56,7 @@ class LogTables {
   public:
     // Of `count` chunks of a span from number `first` on.
     void make(const MlStorage& s, const Span& span, int first, int count, const Scalars& c) {
-        int64_t index = metadata_index(s, span);
+        const int64_t index = metadata_index(s, span);
         if (s.block == kChunk) return make(s, s.top + index + first, s.step + index + first, count, c);
         int16_t tops[kTogether], steps[kTogether];
         for (int k = 0; k < count; ++k) {

@@ -93,7 +93,8 @@ struct LogSummaries {
         const auto smaller = [](vu a, vu b) __attribute__((always_inline)) { return min(a, b); };
         const auto larger = [](vi a, vi b) __attribute__((always_inline)) { return max(a, b); };
         // A number that overflowed was stored as the largest one.
-        top = min(fold_rows(count, [=](int k) __attribute__((always_inline)) { return chunks[k].top(); }, larger), splat(0x7F7FFFFF));
+        const auto tops = [=](int k) __attribute__((always_inline)) { return chunks[k].top(); };
+        top = min(fold_rows(count, tops, larger), splat(0x7F7FFFFF));
         const auto lowest = [=](int k) __attribute__((always_inline)) { return chunks[k].lowest(); };
         vu least = lowest(0);
         for (int k = 1; k < count; ++k) least = min(least, lowest(k));

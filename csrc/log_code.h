@@ -207,17 +207,6 @@ struct LogBlocks {
     }
 };
 
-// What the codes of a block stand for, by code modulo 2^bits.
-inline Table log_levels(const LogBlock& block, int bits) {
-    const int32_t last = (1 << bits) - 1;
-    const vi least = splat((int32_t)(block.top > 0));
-    return table_of([&](vi index) {
-        const vi code = index & last;
-        const vi levels = max((vi)((uint32_t)block.top - (vu)code * ((uint32_t)block.step << kStepUnit)), least);
-        return from_bits(block.zero_flag ? select(code == last, vi{}, levels) : levels);
-    });
-}
-
 // distance / step, by the reciprocal of the step's units: a = distance / 2^13 has at most 19 bits and (a + 1/2) / units stays
 // 2^-20 (relative) away from every integer, which one or two roundings cannot bridge.
 inline vi steps_in(vu distance, vf reciprocal) {

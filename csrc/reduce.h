@@ -43,8 +43,10 @@ __attribute__((always_inline)) inline auto fold_eight(At&& at, Combine&& combine
 // `row(k)` is vector k, `op` takes two vectors, in any order.
 template <class Row, class Op>
 __attribute__((always_inline)) inline auto fold_rows(int count, Row&& row, Op&& op) {
-    return fold_eight([&](int k) __attribute__((always_inline)) { return eight_of(k, count, row, op); },
-                      [&](auto distance, auto a, auto b) __attribute__((always_inline)) { return meet<distance()>(a, b, op); });
+    const auto at = [&](int k) __attribute__((always_inline)) { return eight_of(k, count, row, op); };
+    return fold_eight(at, [&](auto distance, auto a, auto b) __attribute__((always_inline)) {
+        return meet<distance()>(a, b, op);
+    });
 }
 
 // The smallest numbers of every vector, and the second smallest.
@@ -64,8 +66,12 @@ __attribute__((always_inline)) inline TwoSmallest meet(const TwoSmallest& a, con
 template <class Row>
 __attribute__((always_inline)) inline TwoSmallest two_smallest_of_rows(int count, Row&& row) {
     const auto smaller = [](vu a, vu b) __attribute__((always_inline)) { return min(a, b); };
-    return fold_eight([&](int k) __attribute__((always_inline)) { return TwoSmallest{eight_of(k, count, row, smaller), splat(0xFFFFFFFFu)}; },
-                      [](auto distance, const TwoSmallest& a, const TwoSmallest& b) __attribute__((always_inline)) { return meet<distance()>(a, b); });
+    const auto at = [&](int k) __attribute__((always_inline)) {
+        return TwoSmallest{eight_of(k, count, row, smaller), splat(0xFFFFFFFFu)};
+    };
+    return fold_eight(at, [](auto distance, const TwoSmallest& a, const TwoSmallest& b) __attribute__((always_inline)) {
+        return meet<distance()>(a, b);
+    });
 }
 
 }  // namespace MASTERLESS_ISA
