@@ -34,6 +34,11 @@ struct Upcoming {
         for (int line = 0; line < 2 * kLanes * kBytes; line += kCacheLine) ask_for(at + 2 * i * kBytes + line);
     }
 
+    // Half of those of numbers of four bytes each, the first or the second.
+    __attribute__((always_inline)) void ask_for_part(int i, int half) const {
+        if (4 * kLanes >= kCacheLine || half == 0) ask_for(at + 8 * i + 4 * kLanes * half);
+    }
+
     // All of them; mostly they are a line or less.
     __attribute__((always_inline)) void ask_for_all() {
         ask_for(at);
@@ -59,6 +64,9 @@ struct Tile {
 // How a weight comes: from its buffer, where it lies as fp32, or as stored codes: integers of a byte, few bits that a table
 // decodes, INT6, or INT4 with four hidden bits, also in groups of kGroup.
 enum class From { kBuffer, kPlace, kBytes, kTable, kSix, kHidden, kGroups };
+
+// How the moments come: from their buffers; as packed codes of few bits, through tables; or as codes of a byte.
+enum class Moments { kBuffer, kPacked, kBytes };
 
 // --- whatever it is -------------------------------------------------------------------------------------------------
 
@@ -138,6 +146,10 @@ inline bool is_packed(const MlStorage& s, const Span& span) {
     return has_chunk_scales(s, span) && has_table_codes(s);
 }
 
+inline bool is_in_bytes(const MlStorage& s, MlKind kind, const Span& span) {
+    return has_chunk_scales(s, span) && s.kind == kind && s.bits == 8 && !s.hidden;
+}
+
 // Which of the stored codes a weight's are that the rule reads; or none.
 inline From stored_codes(const MlStorage& s, const Span& span) {
     if (is_packed(s, span)) return From::kTable;
@@ -163,10 +175,12 @@ class CodeCursor {
 
 // The first moment is stored, and its largest magnitudes are noted unless errors are injected into it (`kInjects`). With
 // kWhole no chunk is short.
-template <class Rule, Root kRoot, From kWeight, bool kNarrow, bool kPacked, bool kInjects, bool kPaysBack, bool kWhole>
+template <class Rule, Root kRoot, From kWeight, bool kNarrow, Moments kMoments, bool kInjects, bool kPaysBack, bool kWhole>
 bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     static_assert(kRoot != Root::kExact, "exact roots are `advance_any`'s");
-    constexpr bool kCoarse = kRoot == Root::kCoarse, kSecondPacked = kPacked && kCoarse;
+    constexpr bool kCoarse = kRoot == Root::kCoarse, kPacked = kMoments == Moments::kPacked;
+    constexpr bool kSecondPacked = kPacked && kCoarse, kBytes = kMoments == Moments::kBytes;
+    static_assert(!kBytes || (kCoarse && !Rule::kTakesKept), "only Adam's moments are read as bytes");
     constexpr bool kWholeStep = Rule::kTakesKept, kCarries = kCoarse && Rule::kTakesKept;
     constexpr bool kWeightStored = kWeight != From::kBuffer && kWeight != From::kPlace;
     constexpr bool kHasHidden = kWeight == From::kHidden || kWeight == From::kGroups;
@@ -179,7 +193,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     // Where a table takes two vectors, that of two-bit codes has the same numbers in both.
     constexpr bool kLongTables = sizeof(Table) > sizeof(vf);
     const bool two_bit_seconds = task.second.bits == 2, few_seconds = kSecondPacked && kLongTables && two_bit_seconds;
-    const vi weight_zero = splat(task.weight.zero_code);
+    const vi weight_zero = splat(task.weight.zero_code), first_zero = splat(task.first.zero_code);
     const uint8_t* hidden = kHasHidden ? packed_hidden_codes(task.weight, span) : nullptr;
     const bool two_bit_weights = kWeight == From::kTable && task.weight.bits == 2;
     const bool two_bit_firsts = task.first.bits == 2;
@@ -194,13 +208,15 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     int start = 0;
     ChunkScales weight_scales, first_scales;
     LogTables<kCarries> seconds_of;
+    LogLevels second_levels;
     for (int chunk = 0; chunk < all_chunks; ++chunk) {
         const int k = chunk % kTogether;
         if (k == 0) {
             const int count = all_chunks - chunk < kTogether ? all_chunks - chunk : kTogether;
             if (kWeightStored) weight_scales.read(task.weight, span, chunk, count);
-            if (kPacked) first_scales.read(task.first, span, chunk, count);
+            if (kPacked || kBytes) first_scales.read(task.first, span, chunk, count);
             if (kSecondPacked) seconds_of.make(task.second, span, chunk, count, c);
+            if (kBytes) second_levels.read(task.second, span, chunk, count, c);
         }
         const int length = kWhole ? kChunk : walk.length();
         uint8_t rooms[3][kChunk];
@@ -235,6 +251,14 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             second_codes = readable(second_at.codes(), task.second.bits, 2);
             second_at.next(length);
         }
+        vf first_scale;
+        vi second_top, second_step, second_zero;
+        if (kBytes) {
+            first_scale = splat(first_scales[k]);
+            second_top = second_levels.top(k), second_step = second_levels.step(k), second_zero = second_levels.zero_flag(k);
+            first_codes = first_at.codes(), first_at.next(length);
+            second_codes = second_at.codes(), second_at.next(length);
+        }
         next_first.ask_for_all();
         next_second.ask_for_all();
         if (kWeight != From::kPlace) next_weight.ask_for_all();
@@ -248,8 +272,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             vf first_peak{};
             LogChunk statistics;
             for (int i = 0; i < half; i += kLanes) {
-                next_gradient.ask_for_lines<kNarrow ? 2 : 4>(i);
-                if (kWeight == From::kPlace) next_weight.ask_for_lines<4>(i);
+                if (kWeight != From::kPlace) next_gradient.ask_for_lines<kNarrow ? 2 : 4>(i);
                 vi weight_pair{}, finer_pair{}, first_pair{}, second_pair{};
                 if (kWeight == From::kTable || kInTwo) weight_pair = pair(weight_codes, i, two_bit_weights);
                 if (kInTwo) finer_pair = pair(finer_codes, i, kFiner == 2);
@@ -258,6 +281,8 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
 #pragma GCC unroll 2
                 for (int j = 0; j < 2; ++j) {
                     const int o = j * half + i, e = start + o;
+                    if (kWeight == From::kPlace)  // many lines, so a few at a time
+                        next_gradient.ask_for_part(i, j), next_weight.ask_for_part(i, j);
                     vf w;
                     if (kWeight == From::kTable)
                         w = lookup(weight_table, weight_pair >> 4 * j);
@@ -273,11 +298,17 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                     vf m, kept{}, stored{}, before{};
                     if (kPacked)
                         m = lookup(first_table, first_pair >> 4 * j);
+                    else if (kBytes)
+                        m = to_float(load_bytes(first_codes + o) - first_zero) * first_scale;
                     else
                         m = Rule::kTakesKept ? load<vf>(b.m + e) * c.keep1 : load<vf>(b.m + e);
                     if (kSecondPacked) {
                         kept = lookup(kept_table, second_pair >> 4 * j, few_seconds);
                         if (kCarries) before = lookup(before_table, second_pair >> 4 * j, few_seconds);
+                    } else if (kBytes) {
+                        const vi code = load_bytes(second_codes + o);
+                        kept = c.keep2 * (may_be_zero ? LogLevels::level(code, second_top, second_step, second_zero)
+                                                      : LogLevels::level(code, second_top, second_step));
                     } else {
                         stored = load<vf>(b.v + e);
                         kept = stored * c.keep2;
@@ -311,6 +342,8 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
         // Every copy of the loop takes the compiler its time.
         if constexpr (!kWhole)
             length < kChunk ? advance(true, true, false) : advance(false, true, false);
+        else if constexpr (kBytes)
+            second_levels.may_be_zero() ? advance(false, true, false) : advance(false, false, false);
         else if constexpr (!kSecondPacked)
             advance(false, true, false);
         else if constexpr (!kLongTables)

@@ -50,6 +50,42 @@ class ChunkScales {
     alignas(64) float scales_[kTogether * kGroups];
 };
 
+// The levels of second moments whose codes are bytes.
+class LogLevels {
+  public:
+    // Of `count` chunks of a span from number `first` on.
+    void read(const MlStorage& s, const Span& span, int first, int count, const Scalars& c) {
+        const int64_t index = metadata_index(s, span);
+        const int per_block = s.block == kChunk ? 1 : span.chunks_of_row();
+        may_be_zero_ = false;
+        for (int k = 0; k < count; ++k) {
+            const LogBlock block = read_log_block(s, index + (first + k) / per_block);
+            tops_[k] = block.top, steps_[k] = block.step << kStepUnit, zero_flags_[k] = -(int32_t)block.zero_flag;
+            const int64_t lowest = block.top - (int64_t)steps_[k] * kLast;
+            may_be_zero_ |= block.zero_flag || lowest <= 0 || !(from_bits((uint32_t)lowest) * c.keep2[0] > 0.0f);
+        }
+    }
+
+    // Whether some second moment is zero, before or after.
+    bool may_be_zero() const { return may_be_zero_; }
+
+    vi top(int k) const { return splat(tops_[k]); }
+    vi step(int k) const { return splat(steps_[k]); }
+    vi zero_flag(int k) const { return splat(zero_flags_[k]); }
+
+    static vf level(vi code, vi top, vi step) { return from_bits((vi)((vu)top - (vu)code * (vu)step)); }
+
+    // The same where some may be zero.
+    static vf level(vi code, vi top, vi step, vi zero_flag) {
+        return from_bits(select(zero_flag & (code == kLast), vi{}, max(bits(level(code, top, step)), -(top > 0))));
+    }
+
+  private:
+    static constexpr int kLast = 255;
+    bool may_be_zero_ = true;
+    int32_t tops_[kTogether], steps_[kTogether], zero_flags_[kTogether];
+};
+
 // Levels of the second moment as they stay, and (kCarries) what Adam divided by when it was at them.
 template <bool kCarries>
 class LogTables {

@@ -48,7 +48,7 @@ inline RuleFunction any_function(const MlTask& task) {
 struct Passage {
     RuleFunction function = nullptr;
     From weight = From::kBuffer;
-    bool packed = false;
+    Moments moments = Moments::kBuffer;
 };
 
 // What `advance_chunks` is asked for besides: a bf16 gradient that is read where it lies, injection, no short chunks.
@@ -56,55 +56,58 @@ struct Occasion {
     bool narrow, injects, whole;
 };
 
-template <class Rule, Root kRoot, From kWeight, bool kNarrow, bool kPacked, bool kWhole>
+template <class Rule, Root kRoot, From kWeight, bool kNarrow, Moments kMoments, bool kWhole>
 RuleFunction injecting_chunks(const MlTask& task) {
     return task.pays_back && task.payback != 0.0f
-               ? advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, true, true, kWhole>
-               : advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, true, false, kWhole>;
+               ? advance_chunks<Rule, kRoot, kWeight, kNarrow, kMoments, true, true, kWhole>
+               : advance_chunks<Rule, kRoot, kWeight, kNarrow, kMoments, true, false, kWhole>;
 }
 
 // Only what occurs is compiled: weights that lie in place lose nothing and have gradients of their own kind, and where
 // errors are injected the momentum is in units of the weight. Some weights are read in registers only as presets use them.
-template <class Rule, Root kRoot, From kWeight, bool kNarrow, bool kPacked, bool kWhole>
+template <class Rule, Root kRoot, From kWeight, bool kNarrow, Moments kMoments, bool kWhole>
 RuleFunction chunks(const MlTask& task, bool injects) {
     constexpr bool kMayInject = Rule::kTakesKept && kWeight != From::kPlace;
     constexpr bool kOnlyInjects = kWeight > From::kTable;
     if constexpr (kMayInject)
-        if (kOnlyInjects || injects) return injecting_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, kWhole>(task);
-    if constexpr (!kOnlyInjects) return advance_chunks<Rule, kRoot, kWeight, kNarrow, kPacked, false, false, kWhole>;
+        if (kOnlyInjects || injects) return injecting_chunks<Rule, kRoot, kWeight, kNarrow, kMoments, kWhole>(task);
+    if constexpr (!kOnlyInjects) return advance_chunks<Rule, kRoot, kWeight, kNarrow, kMoments, false, false, kWhole>;
     return nullptr;
 }
 
-template <class Rule, Root kRoot, From kWeight, bool kNarrow, bool kPacked>
+template <class Rule, Root kRoot, From kWeight, bool kNarrow, Moments kMoments>
 RuleFunction chunks(const MlTask& task, const Occasion& at) {
-    return at.whole ? chunks<Rule, kRoot, kWeight, kNarrow, kPacked, true>(task, at.injects)
-                    : chunks<Rule, kRoot, kWeight, kNarrow, kPacked, false>(task, at.injects);
+    return at.whole ? chunks<Rule, kRoot, kWeight, kNarrow, kMoments, true>(task, at.injects)
+                    : chunks<Rule, kRoot, kWeight, kNarrow, kMoments, false>(task, at.injects);
 }
 
-template <class Rule, Root kRoot, From kWeight, bool kPacked>
+template <class Rule, Root kRoot, From kWeight, Moments kMoments>
 RuleFunction chunks(const MlTask& task, const Occasion& at) {
     if constexpr (kWeight > From::kTable)
-        return chunks<Rule, kRoot, kWeight, true, kPacked>(task, at);
+        return chunks<Rule, kRoot, kWeight, true, kMoments>(task, at);
     else
-        return at.narrow && kWeight != From::kPlace ? chunks<Rule, kRoot, kWeight, kWeight != From::kPlace, kPacked>(task, at)
-                                                    : chunks<Rule, kRoot, kWeight, false, kPacked>(task, at);
+        return at.narrow && kWeight != From::kPlace ? chunks<Rule, kRoot, kWeight, kWeight != From::kPlace, kMoments>(task, at)
+                                                    : chunks<Rule, kRoot, kWeight, false, kMoments>(task, at);
 }
 
 template <class Rule, Root kRoot>
 RuleFunction chunks(const MlTask& task, const Passage& how, const Occasion& at) {
     if constexpr (Rule::kTakesKept) switch (how.weight) {
-            case From::kTable: return chunks<Rule, kRoot, From::kTable, true>(task, at);
-            case From::kBytes: return chunks<Rule, kRoot, From::kBytes, true>(task, at);
-            case From::kSix: return chunks<Rule, kRoot, From::kSix, true>(task, at);
-            case From::kGroups: return injecting_chunks<Rule, kRoot, From::kGroups, true, true, true>(task);
-            case From::kHidden: return chunks<Rule, kRoot, From::kHidden, true>(task, at);
+            case From::kTable: return chunks<Rule, kRoot, From::kTable, Moments::kPacked>(task, at);
+            case From::kBytes: return chunks<Rule, kRoot, From::kBytes, Moments::kPacked>(task, at);
+            case From::kSix: return chunks<Rule, kRoot, From::kSix, Moments::kPacked>(task, at);
+            case From::kGroups: return injecting_chunks<Rule, kRoot, From::kGroups, true, Moments::kPacked, true>(task);
+            case From::kHidden: return chunks<Rule, kRoot, From::kHidden, Moments::kPacked>(task, at);
             default: break;
         }
+    const bool packed = how.moments == Moments::kPacked;
+    if constexpr (std::is_same_v<Rule, Adam> && kRoot == Root::kCoarse)  // what eight-bit Adam is
+        if (how.moments == Moments::kBytes) return chunks<Rule, kRoot, From::kPlace, Moments::kBytes>(task, at);
     if (how.weight == From::kPlace)
-        return how.packed ? chunks<Rule, kRoot, From::kPlace, true>(task, at)
-                          : chunks<Rule, kRoot, From::kPlace, false>(task, at);
-    return how.packed ? chunks<Rule, kRoot, From::kBuffer, true>(task, at)
-                      : chunks<Rule, kRoot, From::kBuffer, false>(task, at);
+        return packed ? chunks<Rule, kRoot, From::kPlace, Moments::kPacked>(task, at)
+                      : chunks<Rule, kRoot, From::kPlace, Moments::kBuffer>(task, at);
+    return packed ? chunks<Rule, kRoot, From::kBuffer, Moments::kPacked>(task, at)
+                  : chunks<Rule, kRoot, From::kBuffer, Moments::kBuffer>(task, at);
 }
 
 template <class Rule>
@@ -123,10 +126,15 @@ inline Passage passage(const MlTask& t, const Scalars& c, const Span& span, bool
                        (injects ? in_weight_units && !in_place : !t.pays_back || t.payback == 0.0f) &&
                        !(in_place && narrow);
     if (!usual || kLanes < 8) return how;
-    how.packed = is_packed(t.first, span) && (t.second.kind == ML_FACTORED || is_packed(t.second, span));
-    how.weight = in_place                         ? From::kPlace
-                 : how.packed && in_weight_units ? stored_codes(t.weight, span)
-                                                 : From::kBuffer;
+    const bool are_bytes = is_in_bytes(t.first, ML_LINEAR, span) && is_in_bytes(t.second, ML_LOG, span);
+    if (is_packed(t.first, span) && (t.second.kind == ML_FACTORED || is_packed(t.second, span)))
+        how.moments = Moments::kPacked;
+    else if (are_bytes && in_place && t.rule == ML_ADAM)
+        how.moments = Moments::kBytes;
+    if (in_place)
+        how.weight = From::kPlace;
+    else if (how.moments == Moments::kPacked && in_weight_units)
+        how.weight = stored_codes(t.weight, span);
     const bool is_common = how.weight <= From::kTable || (narrow && injects);
     if (!is_common) how.weight = From::kBuffer;
     const Occasion at{narrow, injects, span.has_whole_chunks()};

@@ -154,8 +154,9 @@ class Pipeline {
         noted_first_.peaks = by_chunks ? b_.first_peaks : nullptr;
         noted_second_.statistics = by_chunks && t_.second.kind == ML_LOG ? b_.second_statistics : nullptr;
         if (!in_place && how.weight == From::kBuffer) decode_weight(s);
-        if (has_first_ && !how.packed) decode(t_.first, t_.cols, s, b_.codes(), b_.m);
-        if (!how.packed || t_.second.kind == ML_FACTORED) decode_second(s);
+        const bool decodes = how.moments == Moments::kBuffer;
+        if (has_first_ && decodes) decode(t_.first, t_.cols, s, b_.codes(), b_.m);
+        if (decodes || t_.second.kind == ML_FACTORED) decode_second(s);
         return apply_rule(s, by_chunks ? how.function : any_, in_place);
     }
 
