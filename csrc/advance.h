@@ -54,7 +54,8 @@ struct Tile {
     const uint16_t* narrow_g;  // bf16, in its place; null: g
     float *w, *m, *v;          // in: as decoded, unless they are read where they are stored; out: target, new moments
     float* backup;             // of w, or null
-    vf *weight_peaks, *first_peaks;  // out, `advance_chunks`: the largest magnitudes of every chunk, by lanes
+    // Out, `advance_chunks`: the largest magnitudes of every chunk, by lanes; of weights in groups, of every group.
+    vf *weight_peaks, *first_peaks;
     LogChunk* second_statistics;     // out, likewise
     Upcoming next_gradient, next_weight, next_first, next_second;
     const Scalars* scalars;
@@ -268,7 +269,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             const auto pair = [&](const uint8_t* codes, int i, bool two_bits) __attribute__((always_inline)) {
                 return packed_pair(codes, i, two_bits && !is_short);
             };
-            vi weight_peak{};
+            vi weight_peak{}, group_peaks[2]{};
             vf first_peak{};
             LogChunk statistics;
             for (int i = 0; i < half; i += kLanes) {
@@ -321,7 +322,8 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                     if (kPaysBack) pay_back(target, first, c);
                     store(b.w + e, target);
                     if (kWeight == From::kPlace) store(b.backup + e, w);
-                    weight_peak = max(weight_peak, bits(target) & 0x7FFFFFFF);  // infinity and NaN are above the numbers
+                    vi& peak = kWeight == From::kGroups ? group_peaks[j] : weight_peak;
+                    peak = max(peak, bits(target) & 0x7FFFFFFF);  // infinity and NaN are above the numbers
                     store(b.m + e, first);
                     if (!kInjects) first_peak = larger_magnitude(first_peak, first);
                     if (kCoarse) {
@@ -329,8 +331,13 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                         may_be_zero ? statistics.add(bits(u.second), o) : statistics.add_positive(bits(u.second), o);
                     }
                 }
+                if (kWeight == From::kGroups && (i + kLanes) % kGroup == 0)  // the ends of two groups
+                    for (int j = 0; j < 2; ++j) {
+                        b.weight_peaks[(chunk * kChunk + j * half + i) / kGroup] = from_bits(group_peaks[j]);
+                        weight_peak = max(weight_peak, group_peaks[j]), group_peaks[j] = vi{};
+                    }
             }
-            if (kWeight != From::kPlace) b.weight_peaks[chunk] = from_bits(weight_peak);
+            if (kWeight != From::kPlace && kWeight != From::kGroups) b.weight_peaks[chunk] = from_bits(weight_peak);
             largest_target = max(largest_target, weight_peak);
             if (!kInjects) b.first_peaks[chunk] = first_peak;
             if (kCoarse) {

@@ -59,12 +59,20 @@ inline void for_chunks_together(const Span& span, F&& f) {
     for (int first = 0; first < chunks; first += kRows) f(first, chunks - first < kRows ? chunks - first : kRows);
 }
 
+// What is known of the numbers that are about to be stored, chunk by chunk: null if it is not.
+struct Noted {
+    const vf* peaks = nullptr;
+    const LogChunk* statistics = nullptr;
+    bool by_groups = false;  // the peaks are those of every block of a chunk's
+};
+
 // The scales of a span's blocks: those that `choose(peaks, first, count)` makes of their largest magnitudes. They are stored,
 // unless `dry`.
 template <class Choose>
-inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, const vf* of_chunks, Metadata* blocks,
+inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, const Noted& noted, Metadata* blocks,
                          bool dry, Choose&& choose) {
     const int64_t index = metadata_index(s, span);
+    const vf* const of_chunks = noted.by_groups ? nullptr : noted.peaks;
     const auto finish = [&](vf peaks, int first, int count) {
         const vf scales = choose(peaks, first, count), inverses = 1.0f / (scales * (1.0f / (float)(1 << s.hidden)));
         if (!dry) write_scales(s, span.row, index + first, scales, count);
@@ -78,11 +86,15 @@ inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, c
     };
     const auto larger = [](vf a, vf b) __attribute__((always_inline)) { return max(a, b); };
     if constexpr (kLanes >= kRows)
-        if (of_chunks && are_chunks(s, span) && s.negative_factor == 1.0f)
-            return for_chunks_together(span, [&](int first, int count) {
-                const auto peak = [=](int k) __attribute__((always_inline)) { return of_chunks[first + k]; };
+        if (noted.peaks && (noted.by_groups || are_chunks(s, span)) && s.negative_factor == 1.0f) {
+            const int all = noted.by_groups ? span.n / (int)s.block : span.chunks();
+            for (int first = 0; first < all; first += kRows) {
+                const int count = all - first < kRows ? all - first : kRows;
+                const auto peak = [&](int k) __attribute__((always_inline)) { return noted.peaks[first + k]; };
                 finish(fold_rows(count, peak, larger), first, count);
-            });
+            }
+            return;
+        }
     if constexpr (kLanes >= kRows)
         if (s.block < kChunk && s.block % kLanes == 0 && span.has_whole_chunks() && s.negative_factor == 1.0f) {
             const int block = (int)s.block, all = span.n / block;
@@ -104,12 +116,6 @@ inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, c
         [&](int first, int count) { finish(peaks, first, count); });
 }
 
-// What is known of the numbers that are about to be stored, chunk by chunk: null if it is not.
-struct Noted {
-    const vf* peaks = nullptr;
-    const LogChunk* statistics = nullptr;
-};
-
 inline LogSummary log_summary(const MlStorage& s, const float* x, int length) {
     LogStatistics statistics(length);
     statistics.add(x, length);
@@ -119,7 +125,7 @@ inline LogSummary log_summary(const MlStorage& s, const float* x, int length) {
 // New metadata for whole blocks; it is stored.
 inline void fresh_blocks(const MlStorage& s, const Span& span, const float* x, const Noted& noted, Metadata* blocks) {
     if (s.kind != ML_LOG)
-        return scale_blocks(s, span, x, noted.peaks, blocks, false, [&](vf peaks, int, int) {
+        return scale_blocks(s, span, x, noted, blocks, false, [&](vf peaks, int, int) {
             return scale_for(s, peaks, scale_unit(s, span.row));
         });
     const int64_t index = metadata_index(s, span);

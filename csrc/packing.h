@@ -15,39 +15,43 @@ inline int plane_bytes(int n) {
     return (n * P + 7) / 8;
 }
 
-// The bytes of a full chunk's plane, 16 * P of them, as words.
+// So many bytes as words.
 typedef uint32_t Words16 __attribute__((vector_size(16)));
 typedef uint32_t Words32 __attribute__((vector_size(32)));
 typedef uint32_t Words64 __attribute__((vector_size(64)));
-typedef uint32_t Words128 __attribute__((vector_size(128)));
-template <int P> struct PlaneWords;
-template <> struct PlaneWords<1> { Words16 words; };
-template <> struct PlaneWords<2> { Words32 words; };
-template <> struct PlaneWords<4> { Words64 words; };
-template <> struct PlaneWords<8> { Words128 words; };
+template <int kBytes> struct WordsOf;
+template <> struct WordsOf<16> { typedef Words16 type; };
+template <> struct WordsOf<32> { typedef Words32 type; };
+template <> struct WordsOf<64> { typedef Words64 type; };
 
-// Shifting whole words instead of bytes is fine: what crosses from byte to byte is masked away.
+// The plane of a full chunk, 16 * P bytes, in pieces that are vectors of this instruction set, or all of it. (GCC copies longer
+// ones through memory, by halves that are then waited for.) Shifting whole words instead of bytes is fine: what crosses from
+// byte to byte is masked away.
 template <int P>
 struct FullPlane {
-    using Plane = PlaneWords<P>;
     static constexpr int kHeight = 16 * P, kPerByte = 8 / P;
+    static constexpr int kPiece = kHeight < 4 * kLanes ? kHeight : 4 * kLanes;
     static constexpr uint32_t kMask = ((1u << P) - 1u) * 0x01010101u;
+    typedef typename WordsOf<kPiece>::type Piece;
 
     template <bool kFirst>
     static void unpack(const uint8_t* data, int low, uint8_t* codes) {
-        const Plane packed = load<Plane>(data);
-        for (int j = 0; j < kPerByte; ++j) {
-            Plane plane{((packed.words >> (j * P)) & kMask) << low};
-            if (!kFirst) plane.words |= load<Plane>(codes + j * kHeight).words;
-            store(codes + j * kHeight, plane);
+        for (int i = 0; i < kHeight; i += kPiece) {
+            const Piece packed = load<Piece>(data + i);
+            for (int j = 0; j < kPerByte; ++j) {
+                Piece plane = ((packed >> (j * P)) & kMask) << low;
+                if (!kFirst) plane |= load<Piece>(codes + j * kHeight + i);
+                store(codes + j * kHeight + i, plane);
+            }
         }
     }
 
     static void pack(const uint8_t* codes, int low, uint8_t* data) {
-        Plane packed{};
-        for (int j = 0; j < kPerByte; ++j)
-            packed.words |= ((load<Plane>(codes + j * kHeight).words >> low) & kMask) << (j * P);
-        store(data, packed);
+        for (int i = 0; i < kHeight; i += kPiece) {
+            Piece packed{};
+            for (int j = 0; j < kPerByte; ++j) packed |= ((load<Piece>(codes + j * kHeight + i) >> low) & kMask) << (j * P);
+            store(data + i, packed);
+        }
     }
 };
 

@@ -64,7 +64,8 @@ RuleFunction injecting_chunks(const MlTask& task) {
 }
 
 // Only what occurs is compiled: weights that lie in place lose nothing and have gradients of their own kind, and where
-// errors are injected the momentum is in units of the weight. Some weights are read in registers only as presets use them.
+// errors are injected the momentum is in units of the weight. Some weights are read in registers only as presets use them,
+// among them INT6 without errors beside factored second moments.
 template <class Rule, Root kRoot, From kWeight, bool kNarrow, Moments kMoments, bool kWhole>
 RuleFunction chunks(const MlTask& task, bool injects) {
     constexpr bool kMayInject = Rule::kTakesKept && kWeight != From::kPlace;
@@ -100,6 +101,10 @@ RuleFunction chunks(const MlTask& task, const Passage& how, const Occasion& at) 
             case From::kHidden: return chunks<Rule, kRoot, From::kHidden, Moments::kPacked>(task, at);
             default: break;
         }
+    if constexpr (std::is_same_v<Rule, AdamUpdateUnits> && kRoot == Root::kFactored)
+        if (how.weight == From::kSix)
+            return at.whole ? advance_chunks<Rule, kRoot, From::kSix, true, Moments::kPacked, false, false, true>
+                            : advance_chunks<Rule, kRoot, From::kSix, true, Moments::kPacked, false, false, false>;
     const bool packed = how.moments == Moments::kPacked;
     if constexpr (std::is_same_v<Rule, Adam> && kRoot == Root::kCoarse)  // what eight-bit Adam is
         if (how.moments == Moments::kBytes) return chunks<Rule, kRoot, From::kPlace, Moments::kBytes>(task, at);
@@ -133,9 +138,11 @@ inline Passage passage(const MlTask& t, const Scalars& c, const Span& span, bool
         how.moments = Moments::kBytes;
     if (in_place)
         how.weight = From::kPlace;
-    else if (how.moments == Moments::kPacked && in_weight_units)
+    else if (how.moments == Moments::kPacked)
         how.weight = stored_codes(t.weight, span);
-    const bool is_common = how.weight <= From::kTable || (narrow && injects);
+    const bool is_usual_six = how.weight == From::kSix && in_update_units && t.second.kind == ML_FACTORED;
+    const bool is_common = in_weight_units ? how.weight <= From::kTable || (narrow && injects)
+                                           : how.weight <= From::kPlace || (narrow && is_usual_six);
     if (!is_common) how.weight = From::kBuffer;
     const Occasion at{narrow, injects, span.has_whole_chunks()};
     if constexpr (kLanes >= 8)

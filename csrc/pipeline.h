@@ -151,6 +151,7 @@ class Pipeline {
         second_draw_.prepare(t_.second.key, s.chunk, s.chunks());
         const bool by_chunks = how.function != nullptr;
         noted_weight_.peaks = by_chunks && how.weight != From::kPlace ? b_.weight_peaks : nullptr;
+        noted_weight_.by_groups = how.weight == From::kGroups;
         noted_first_.peaks = by_chunks ? b_.first_peaks : nullptr;
         noted_second_.statistics = by_chunks && t_.second.kind == ML_LOG ? b_.second_statistics : nullptr;
         if (!in_place && how.weight == From::kBuffer) decode_weight(s);
@@ -293,7 +294,7 @@ class Pipeline {
         const MlStorage& weight = t_.weight;
         if (!is_scaled(weight)) return nullptr;
         const int64_t first = metadata_index(weight, s);
-        scale_blocks(weight, s, b_.w, noted_weight_.peaks, b_.blocks, dry, [&](vf peaks, int at, int count) {
+        scale_blocks(weight, s, b_.w, noted_weight_, b_.blocks, dry, [&](vf peaks, int at, int count) {
             const vf held = read_scales(weight, s.row, first + at, count);
             return next_scale(weight, t_.scale_policy, peaks, held, scale_unit(weight, s.row));
         });

@@ -237,19 +237,28 @@ inline void factored_sums(Statistics& x, int64_t item, Workspace& work) {
     Pipeline p = x.pipeline(work);
     const int64_t first_row = matrix * t.matrix_rows + first;
     double row_sums[kSumRows] = {};
+    const HalvedSquares halved(unit);
+    const bool by_halves = t.grad_is_bf16 && HalvedSquares::suits(unit);
     for (int64_t col = 0; col < t.cols; col += kStrip) {
         alignas(64) uint64_t columns[kStrip] = {};
+        alignas(64) uint32_t upper[kStrip] = {}, lower[kStrip] = {};
         const int n = (int)(t.cols - col < kStrip ? t.cols - col : kStrip);
-        int i = 0;
+        int i = 0, in_halves = 0;
         if (!t.has_l2 && n % kLanes == 0)  // where they lie, several rows at a time
             for (const int64_t pitch = t.cols; i + kSumsTogether <= rows; i += kSumsTogether) {
                 const uint16_t* const narrow = (const uint16_t*)t.grad + (first_row + i) * pitch + col;
                 const float* const wide = (const float*)t.grad + (first_row + i) * pitch + col;
-                const auto add = [&](auto&& read) { add_squares<kSumsTogether>(n, unit, columns, row_sums + i, read); };
-                if (t.grad_is_bf16)
-                    add([=](int r, int e) { return load_bf16(narrow + r * pitch + e); });
+                const auto read_narrow = [=](int r, int e) {  // and asks for the rows that follow
+                    Upcoming::ask_for((const char*)(narrow + (r + kSumsTogether) * pitch + e));
+                    return load_bf16(narrow + r * pitch + e);
+                };
+                if (by_halves)
+                    halved.add<kSumsTogether>(n, upper, lower, row_sums + i, read_narrow), in_halves += kSumsTogether;
+                else if (t.grad_is_bf16)
+                    add_squares<kSumsTogether>(n, unit, columns, row_sums + i, read_narrow);
                 else
-                    add([=](int r, int e) { return load<vf>(wide + r * pitch + e); });
+                    add_squares<kSumsTogether>(n, unit, columns, row_sums + i,
+                                               [=](int r, int e) { return load<vf>(wide + r * pitch + e); });
             }
         for (; i < rows; ++i) {
             const float* const g = load_squarable(t, p, work, p.span(first_row + i, col, n));
@@ -257,7 +266,8 @@ inline void factored_sums(Statistics& x, int64_t item, Workspace& work) {
         }
         double* const sums = x.column_sums.get() + matrix * t.cols + col;
         const std::lock_guard<std::mutex> alone(x.adding);
-        for (int e = 0; e < n; ++e) sums[e] += sum_of_wholes(columns[e], rows);
+        for (int e = 0; e < n; ++e)
+            sums[e] += sum_of_wholes(columns[e], rows - in_halves) + halved.sum(upper[e], lower[e], (uint32_t)in_halves);
     }
     float* const row = t.second.row + matrix * t.matrix_rows + first;
     for (int i = 0; i < rows; ++i)

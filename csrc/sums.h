@@ -13,14 +13,14 @@ inline namespace MASTERLESS_ISA {
 
 struct SumUnit {
     double unit = 1.0, inverse = 1.0;
+    int exponent = 0, width = 52;  // all summands are below 2^exponent, and below 2^width units
 
     SumUnit() = default;
     SumUnit(double peak, int64_t count) {
-        int exponent, count_bits = 0;
         std::frexp(peak, &exponent);
-        while (((count > 1 ? count - 1 : 0) >> count_bits) != 0) ++count_bits;
-        unit = std::ldexp(1.0, exponent - (52 - count_bits));
-        inverse = std::ldexp(1.0, (52 - count_bits) - exponent);
+        while (((count > 1 ? count - 1 : 0) >> (52 - width)) != 0) --width;
+        unit = std::ldexp(1.0, exponent - width);
+        inverse = std::ldexp(1.0, width - exponent);
     }
 
     // A summand below 2^52 units, rounded to a whole number of them.
@@ -78,6 +78,61 @@ inline void add_squares(int n, const SumUnit& unit, uint64_t* columns, double* r
         row_sums[r] += sum_of_wholes(sum, added);
     }
 }
+
+// The same of bf16 numbers, whose squares are exact in fp32, in half as many vectors: a summand's whole number of units is
+// taken apart into an upper part, which is its kUpper highest bits, rounded, and what that leaves or lacks. Both stand in the
+// lowest bits of a float to which kShift units of theirs were added; those bits are added, as integers of 32 bits.
+class HalvedSquares {
+  public:
+    static constexpr int kUpper = 22;
+
+    explicit HalvedSquares(const SumUnit& unit)
+        : lower_bits_(unit.width - kUpper), upper_shift_((float)std::ldexp(kShift, unit.exponent - kUpper)),
+          lower_shift_((float)std::ldexp(kShift, unit.exponent - unit.width)) {}
+
+    // Sums of up to 512 parts fit, and no square that counts is too small for a float.
+    static bool suits(const SumUnit& unit) {
+        const int lower_bits = unit.width - kUpper;
+        return lower_bits > 0 && lower_bits <= kUpper && unit.exponent <= 100 && unit.exponent - unit.width >= -100;
+    }
+
+    // `read(row, e)` is a vector of row's numbers; `upper` and `lower` are the columns' sums.
+    template <int kRows, class Read>
+    void add(int n, uint32_t* upper, uint32_t* lower, double* row_sums, Read&& read) const {
+        const vf upper_shift = splat(upper_shift_), lower_shift = splat(lower_shift_);
+        vu row_upper[kRows] = {}, row_lower[kRows] = {};
+        uint32_t added = 0;
+        for (int e = 0; e < n; e += kLanes, ++added) {
+            vu column_upper = load<vu>(upper + e), column_lower = load<vu>(lower + e);
+#pragma GCC unroll 4
+            for (int r = 0; r < kRows; ++r) {
+                const vf x = read(r, e), square = x * x, shifted = square + upper_shift;
+                const vu above = (vu)bits(shifted), below = (vu)bits((square - (shifted - upper_shift)) + lower_shift);
+                column_upper += above, column_lower += below;
+                row_upper[r] += above, row_lower[r] += below;
+            }
+            store(upper + e, column_upper);
+            store(lower + e, column_lower);
+        }
+        for (int r = 0; r < kRows; ++r) {
+            const vi above = (vi)(row_upper[r] - added * bits(upper_shift_)), below = (vi)(row_lower[r] - added * bits(lower_shift_));
+            int64_t sum_above = 0, sum_below = 0;
+            for (int i = 0; i < kLanes; ++i) sum_above += above[i], sum_below += below[i];
+            row_sums[r] += whole(sum_above, sum_below);
+        }
+    }
+
+    // What sums of the bits of so many summands come to, in units.
+    double sum(uint32_t upper, uint32_t lower, uint32_t count) const {
+        return whole((int32_t)(upper - count * bits(upper_shift_)), (int32_t)(lower - count * bits(lower_shift_)));
+    }
+
+  private:
+    double whole(int64_t above, int64_t below) const { return (double)(above * ((int64_t)1 << lower_bits_) + below); }
+
+    int lower_bits_;
+    float upper_shift_, lower_shift_;
+};
 
 }  // namespace MASTERLESS_ISA
 }  // namespace masterless

@@ -21,7 +21,7 @@ struct Workspace {
     uint8_t *visible, *hidden;
     Metadata blocks[kMaxBlocks], first_blocks[kMaxBlocks];
     LogBlocks second_blocks[kMaxChunks / kRows];
-    vf weight_peaks[kMaxChunks], first_peaks[kMaxChunks];
+    vf weight_peaks[kMaxSpan / kGroup], first_peaks[kMaxChunks];
     LogChunk second_statistics[kMaxChunks];
     uint64_t weight_words[kMaxChunks], first_words[kMaxChunks], second_words[kMaxChunks];
 
