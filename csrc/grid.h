@@ -88,7 +88,7 @@ class MinifloatGrid {
         const vf in_gaps = t * per_gap, shift = splat(kShift);
         const vf shifted = kStochastic ? shifted_ceil(in_gaps - random.threshold(i), shift) : in_gaps + shift;
         const vi gaps = bits(shifted) - bits(shift), first_code = (exponent >> (23 - M)) - (kLowestExponent << M);
-        code = first_code + select(gaps < 0, -gaps, gaps);
+        code = first_code + magnitude(gaps);
         const vf level = (shifted - shift) * gap;
         if (!kSigned) return level;
         code |= gaps & (1 << (E + M));  // set in small negative numbers, and not in zero

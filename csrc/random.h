@@ -32,14 +32,16 @@ constexpr float kCodeBase = (float)(1 << (23 - kFraction));
 struct Ring {
     static constexpr int kLength = kRing + kReadTogether;
     static constexpr int kBends = 16;
-    alignas(64) int32_t part[kLength];  // r / 1024 of a gap, in the bits of a fraction
+    alignas(64) int32_t part[kLength];    // r / 1024 of a gap, in the bits of a fraction
+    alignas(64) float fraction[kLength];  // the same as a number
     // kCodeBase and w = (r + 1/2) / 1024, of which nearly w (1 - w) is added, in sixteenths: a curve (`log_code.h`).
     alignas(64) float base[kBends + 1][kLength];
 
-    constexpr Ring() : part(), base() {
+    constexpr Ring() : part(), fraction(), base() {
         for (int i = 0; i < kLength; ++i) {
             const uint32_t x = (uint32_t)i, r = x * (985u + x * 368u) % kRing;
             part[i] = (int32_t)r << (kFraction - 10);
+            fraction[i] = (float)r * 0x1p-10f;
             for (int k = 0; k <= kBends; ++k)
                 base[k][i] = (kCodeBase + ((float)r + 0.5f) * 0x1p-10f) +
                              (float)k / kBends * ((float)(r * (1023u - r)) * 0x1p-20f);
@@ -63,8 +65,7 @@ class ChunkDraw {
 
     // What a fraction is compared with, (u + 1/2) / 2^16: exact.
     vf threshold(int i) const {
-        const vf below = splat(((float)below_ring() + 0.5f) * 0x1p-16f);
-        return multiply_add(to_float(part(i)), splat(1.0f / (1 << kFraction)), below);
+        return load<vf>(kRingOf.fraction + place(i)) + splat(((float)below_ring() + 0.5f) * 0x1p-16f);
     }
 
     // u itself.

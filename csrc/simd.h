@@ -178,6 +178,7 @@ inline vf shifted_floor(vf x, vf shift) {
 inline vf shifted_ceil(vf x, vf shift) {
     return (vf)_mm512_add_round_ps((__m512)x, (__m512)shift, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
 }
+inline vi magnitude(vi x) { return (vi)_mm512_abs_epi32((__m512i)x); }
 inline vf larger_magnitude(vf a, vf b) { return (vf)_mm512_range_ps((__m512)a, (__m512)b, 0xB); }
 constexpr int kTableBits = 4;
 inline vf gather(const float* table, vi index) { return (vf)_mm512_i32gather_ps((__m512i)index, table, 4); }
@@ -204,6 +205,7 @@ inline vf max(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
 inline vf sqrt(vf x) { return (vf)_mm256_sqrt_ps((__m256)x); }
 inline vf shifted_floor(vf x, vf shift) { return (vf)_mm256_floor_ps((__m256)x) + shift; }
 inline vf shifted_ceil(vf x, vf shift) { return (vf)_mm256_ceil_ps((__m256)x) + shift; }
+inline vi magnitude(vi x) { return (vi)_mm256_abs_epi32((__m256i)x); }
 inline vf larger_magnitude(vf a, vf b) { return max(magnitude(a), magnitude(b)); }
 constexpr int kTableBits = 4;
 struct Table {
@@ -237,6 +239,7 @@ inline vi load_bytes(const uint8_t* p) { return __builtin_convertvector(load<vb>
 inline vi load_halves(const uint16_t* p) { return __builtin_convertvector(load<vh>(p), vi); }
 inline vf min(vf a, vf b) { return a < b ? a : b; }  // on Arm, too: its own minimum takes NaN for the smaller
 inline vf max(vf a, vf b) { return a > b ? a : b; }
+inline vi magnitude(vi x) { return x < 0 ? -x : x; }
 inline vf larger_magnitude(vf a, vf b) { return max(magnitude(a), magnitude(b)); }
 constexpr int kTableBits = 2;
 inline vd low_half(vf x) { return vd{x[0], x[1]}; }
