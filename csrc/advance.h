@@ -291,8 +291,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                         w = to_float(load_bytes(weight_codes + o) - weight_zero) * weight_scale;
                     else if (kInTwo)
                         w = to_float(joined<kFiner>(weight_pair >> 4 * j, finer_pair >> 4 * j) - weight_zero) *
-                            (kWeight == From::kGroups ? splat(weight_scales.of_group(k, o) * (1.0f / (1 << kFiner)))
-                                                      : weight_scale);
+                            (kWeight == From::kGroups ? splat(weight_scales.of_group(k, o)) : weight_scale);
                     else
                         w = load<vf>(b.w + e);
                     const vf g = kNarrow ? load_bf16(b.narrow_g + e) : load<vf>(b.g + e);

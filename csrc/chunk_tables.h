@@ -27,7 +27,7 @@ class ChunkScales {
   public:
     float operator[](int k) const { return scales_[k]; }
 
-    // Of the group of chunk k that element o of it belongs to.
+    // Of the group of chunk k that element o of it belongs to: that of the finest levels.
     float of_group(int k, int o) const { return scales_[k * kGroups + o / kGroup]; }
 
     // Of `count` chunks of a span from number `first` on.
@@ -36,9 +36,11 @@ class ChunkScales {
         const bool in_groups = s.block == kGroup && span.has_whole_chunks();
         if (s.block == kChunk || in_groups) {
             const int per_chunk = in_groups ? kGroups : 1, blocks = count * per_chunk;
-            for (int k = 0; k < blocks; k += kLanes)
-                store(scales_ + k, read_scales(s, span.row, index + first * per_chunk + k,
-                                               blocks - k < kLanes ? blocks - k : kLanes));
+            const float finest = in_groups ? 1.0f / (float)(1 << s.hidden) : 1.0f;
+            for (int k = 0; k < blocks; k += kLanes) {
+                const int some = blocks - k < kLanes ? blocks - k : kLanes;
+                store(scales_ + k, read_scales(s, span.row, index + first * per_chunk + k, some) * finest);
+            }
             return;
         }
         const int per_row = span.chunks_of_row();

@@ -70,27 +70,29 @@ template <class Grid, int kBits, int kHidden, int kScales, bool kStochastic, boo
 inline void encode_scaled_chunk(const Grid& grid, const Metadata* blocks, const float* x, int length,
                                 const ChunkDraw& random, float* moment, vf share, vf& peak, uint8_t* data,
                                 uint8_t* hidden) {
-    vf scales[kScales], powers[kScales], inverses[kScales];
-    for (int k = 0; k < kScales; ++k) {
-        scales[k] = splat(blocks[k].scale * (1.0f / (float)(1 << kHidden))), inverses[k] = splat(blocks[k].inverse);
-        if (kPlain) continue;
-        const Units units(blocks[k].scale, kHidden);
-        powers[k] = splat(units.power), inverses[k] = splat(units.inverse);
-    }
     vi codes[kVectors];
     vf largest = peak;
+    const int vectors = length / kLanes / kScales;  // of a block
+#pragma GCC unroll 4
+    for (int k = 0; k < kScales; ++k) {
+        const vf scale = splat(blocks[k].scale * (1.0f / (float)(1 << kHidden)));
+        vf power, inverse = splat(blocks[k].inverse);
+        if (!kPlain) {
+            const Units units(blocks[k].scale, kHidden);
+            power = splat(units.power), inverse = splat(units.inverse);
+        }
 #pragma GCC unroll 8
-    for (int i = 0; i < length / kLanes; ++i) {
-        const int block = i * kScales / kVectors;
-        const vf number = held(load<vf>(x + i * kLanes));
-        const vf t = kPlain ? number * inverses[block] : number * powers[block] * inverses[block];
-        const vf level = grid.template encode<kStochastic, kFits>(t, random, i * kLanes, codes[i]);
-        if (kInjects) {
-            // The product is exact: a level has at most 8 bits, and a scale 14.
-            const vf lost = multiply_add(-level, scales[block], number);
-            const vf sum = load<vf>(moment + i * kLanes) + lost * share;
-            store(moment + i * kLanes, sum);
-            largest = larger_magnitude(largest, sum);
+        for (int i = k * vectors; i < (k + 1) * vectors; ++i) {
+            const vf number = held(load<vf>(x + i * kLanes));
+            const vf t = kPlain ? number * inverse : number * power * inverse;
+            const vf level = grid.template encode<kStochastic, kFits>(t, random, i * kLanes, codes[i]);
+            if (kInjects) {
+                // The product is exact: a level has at most 8 bits, and a scale 14.
+                const vf lost = multiply_add(-level, scale, number);
+                const vf sum = load<vf>(moment + i * kLanes) + lost * share;
+                store(moment + i * kLanes, sum);
+                largest = larger_magnitude(largest, sum);
+            }
         }
     }
     pack_chunk_codes<kBits, kHidden, Grid::template code_at<kStochastic>()>(codes, length, data, hidden);

@@ -238,11 +238,13 @@ inline void factored_sums(Statistics& x, int64_t item, Workspace& work) {
     const int64_t first_row = matrix * t.matrix_rows + first;
     double row_sums[kSumRows] = {};
     const HalvedSquares halved(unit);
-    const bool by_halves = t.grad_is_bf16 && HalvedSquares::suits(unit);
+    constexpr int64_t kLongEnough = 256;  // a row: its end costs more in halves
+    const bool by_halves = t.grad_is_bf16 && t.cols >= kLongEnough && HalvedSquares::suits(unit);
     for (int64_t col = 0; col < t.cols; col += kStrip) {
-        alignas(64) uint64_t columns[kStrip] = {};
-        alignas(64) uint32_t upper[kStrip] = {}, lower[kStrip] = {};
-        const int n = (int)(t.cols - col < kStrip ? t.cols - col : kStrip);
+        alignas(64) uint64_t columns[kStrip];
+        alignas(64) uint32_t upper[kStrip], lower[kStrip];
+        const int n = (int)(t.cols - col < kStrip ? t.cols - col : kStrip), in_vectors = (n + kLanes - 1) / kLanes * kLanes;
+        std::fill_n(columns, in_vectors, 0), std::fill_n(upper, in_vectors, 0), std::fill_n(lower, in_vectors, 0);
         int i = 0, in_halves = 0;
         if (!t.has_l2 && n % kLanes == 0)  // where they lie, several rows at a time
             for (const int64_t pitch = t.cols; i + kSumsTogether <= rows; i += kSumsTogether) {
