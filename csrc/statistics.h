@@ -237,6 +237,7 @@ inline void factored_sums(Statistics& x, int64_t item, Workspace& work) {
     Pipeline p = x.pipeline(work);
     const int64_t first_row = matrix * t.matrix_rows + first;
     double row_sums[kSumRows] = {};
+    static_assert(kStrip / kLanes <= 256 && kSumRows <= 256, "sums of halves fit");
     const HalvedSquares halved(unit);
     constexpr int64_t kLongEnough = 256;  // a row: its end costs more in halves
     const bool by_halves = t.grad_is_bf16 && t.cols >= kLongEnough && HalvedSquares::suits(unit);
@@ -266,10 +267,12 @@ inline void factored_sums(Statistics& x, int64_t item, Workspace& work) {
             const float* const g = load_squarable(t, p, work, p.span(first_row + i, col, n));
             add_squares<1>(n, unit, columns, row_sums + i, [=](int, int e) { return load<vf>(g + e); });
         }
+        double found[kStrip];
+        for (int e = 0; e < n; ++e) found[e] = sum_of_wholes(columns[e], rows - in_halves);
+        for (int e = 0; in_halves && e < n; ++e) found[e] += halved.sum(upper[e], lower[e], (uint32_t)in_halves);
         double* const sums = x.column_sums.get() + matrix * t.cols + col;
         const std::lock_guard<std::mutex> alone(x.adding);
-        for (int e = 0; e < n; ++e)
-            sums[e] += sum_of_wholes(columns[e], rows - in_halves) + halved.sum(upper[e], lower[e], (uint32_t)in_halves);
+        for (int e = 0; e < n; ++e) sums[e] += found[e];
     }
     float* const row = t.second.row + matrix * t.matrix_rows + first;
     for (int i = 0; i < rows; ++i)

@@ -90,7 +90,7 @@ class HalvedSquares {
         : lower_bits_(unit.width - kUpper), upper_shift_((float)std::ldexp(kShift, unit.exponent - kUpper)),
           lower_shift_((float)std::ldexp(kShift, unit.exponent - unit.width)) {}
 
-    // Sums of up to 512 parts fit, and no square that counts is too small for a float.
+    // Sums of up to 256 parts fit, and no square that counts is too small for a float.
     static bool suits(const SumUnit& unit) {
         const int lower_bits = unit.width - kUpper;
         return lower_bits > 0 && lower_bits <= kUpper && unit.exponent <= 100 && unit.exponent - unit.width >= -100;

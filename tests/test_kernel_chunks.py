@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import kernel_cases
 import pytest
-from kernel_cases import check, step_on_the_kernel
+import torch
+from kernel_cases import Case, check, step_on_the_kernel
 
 from masterless.backends.cpu import library as kernels
 from masterless.backends.cpu.backend import CpuBackend
@@ -26,3 +27,12 @@ def surveyed_first(tasks):
 @pytest.mark.parametrize("weight", kernel_cases.CHUNK_WEIGHTS)
 def test_even_chunks(weight, shape, perform):
     check(kernel_cases.chunk_cases(weight, shape), perform)
+
+
+@pytest.mark.parametrize("gradients", ["normal", "zeros", "sparse", "tiny", "huge", "mixed"])
+@pytest.mark.parametrize("shape", [(40, 384), (67, 1120), (300, 256), (9, 4096)], ids=str)
+def test_sums_of_squares_of_bf16_gradients(shape, gradients):
+    update = Case("adam_update_units", "int6", "int2", "factored", shape, grad=torch.bfloat16, gradients=gradients)
+    cases = [update, replace(update, rule="adam_weight_units", weight="int4", first="int4", inject=True)]
+    check(cases, step_on_the_kernel)
+    check(cases, surveyed_first)
