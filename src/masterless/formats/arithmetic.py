@@ -1,4 +1,4 @@
-"""Arithmetic to the bit: denormal numbers are numbers whatever the program around has asked for, roots, float bits."""
+"""Arithmetic to the bit: denormal numbers are numbers whatever the program around has asked for; sums of products, roots."""
 
 from __future__ import annotations
 
@@ -51,14 +51,40 @@ def exact_sqrt(x: Tensor) -> Tensor:
     return x.to(torch.float64).sqrt().to(torch.float32)
 
 
-def inverse_root(x: Tensor) -> Tensor:
-    """``1 / sqrt(x)`` of non-negative fp32 numbers, within 0.07%: a guess from the float bits and one step of Newton's.
+def number(x: float) -> Tensor:
+    """A number of a step as it meets a tile: fp32."""
+    return torch.tensor(x, dtype=torch.float32)
 
-    It takes seven cheap operations, where a root and a division keep a processor busy for as long as all the rest of a
-    step. Constants by Kadlec, who balanced the errors. Of denormal numbers and zero it is about 1.9e19, too little.
+
+def fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
+    """``a * b + c`` of fp32 numbers, rounded once: what processors have an instruction for.
+
+    In double precision the product is exact and the sum is not. Rounded again, to fp32, it could come out wrong where it
+    had landed halfway between two numbers; so what the sum lost makes its last bit odd first, which no half is.
+    """
+    product = a.to(torch.float64) * (b if isinstance(b, Tensor) else number(b)).to(torch.float64)
+    term = c.to(torch.float64)
+    sum = product + term
+    back = sum - product
+    lost = (product - (sum - back)) + (term - back)  # exactly
+    bits = sum.view(torch.int64)
+    is_even_and_inexact = (lost != 0) & (bits & 1 == 0) & sum.isfinite()
+    towards_lost = torch.where((lost > 0) == (sum > 0), 1, -1)
+    return torch.where(is_even_and_inexact, bits + towards_lost, bits).view(torch.float64).to(torch.float32)
+
+
+ROOT_UNIT = 0.703952253
+
+
+def inverse_root(x: Tensor) -> Tensor:
+    """``1 / sqrt(x)`` of non-negative fp32 numbers in units of `ROOT_UNIT`, within 0.07%.
+
+    A guess from the float bits and one step of Newton's: five cheap operations, where a root and a division keep a
+    processor busy for as long as all the rest of a step. Constants by Kadlec, who balanced the errors; the unit is one of
+    them, and goes into numbers that a step multiplies by anyway. Of denormal numbers and zero it is too little.
     """
     y = bits_float(0x5F1FFFF9 - (float_bits(x) >> 1))
-    return y * (1.68191391 - (x * y) * y * 0.703952253)
+    return y * fma(-(x * y), y, number(1.68191391 / ROOT_UNIT))
 
 
 def to_bfloat16(x: Tensor, u: Tensor | None) -> Tensor:

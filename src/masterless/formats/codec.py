@@ -2,12 +2,13 @@
 
 Contract:
     * Values are fp32 ``[rows, cols]``; codes are packed bytes (`packing`); a scale belongs to a block of a row.
-    * Only integer arithmetic on float bits, comparisons, and correctly rounded add, subtract, multiply, divide
-      are used: any implementation that keeps the order of operations agrees to the bit.
+    * Only integer arithmetic on float bits, comparisons, and correctly rounded add, subtract, multiply, divide and
+      `fma` are used: any implementation that keeps the order of operations agrees to the bit.
     * **Scaled formats**: scale = absmax / max_level, rounded *up* to its stored kind, so that nothing is
       clipped (the dynamic maps end at -0.55 ... -0.99, so negative numbers count for more in their absmax); numbers
       are normalised by the scale as stored: ``t = x * (1 / scale)``, ``value = level * scale``. (Where the scale is
-      below 2^-100 or above 2^100, both are multiplied by 2^100 or 2^-100 first, for a normal reciprocal.)
+      below 2^-100 or above 2^100, both are multiplied by 2^100 or 2^-100 first, for a normal reciprocal. On linear grids
+      t is not rounded by itself: it is added to a number that leaves it so many bits, and that sum is rounded once.)
       ``level * scale`` is exact for linear and floating formats: a decoded number encodes to the very same code
       under the same scale, with either rounding. (For the dynamic maps, whose levels are decimal fractions, that
       holds for nearest rounding, and for stochastic rounding in all but the two most extreme dithers of 65536.)
@@ -20,8 +21,9 @@ Contract:
     * **Log formats** work on the bits of a positive float, ``i(x)``, a piecewise-linear log2. A block stores
       ``top`` = the upper 16 bits of its maximum, rounded up, and ``step`` in units of 2^13 (1/1024 octave);
       code k stands for the float with bits ``i(top) - k * step``. The lowest level is ``low``, a low quantile
-      found cheaply: of the minima of the block's eight interleaved lanes the largest (2 bits), a middle one
-      (3, 4 bits) or the smallest (8 bits). Below it everything is raised to it. If the block holds exact zeros
+      found cheaply: of the minima of the block's eight interleaved lanes (of short blocks four, two or one, so that
+      a lane has twelve elements) the largest (2 bits), a middle one (3, 4 bits) or the smallest (8 bits). Below it
+      everything is raised to it. If the block holds exact zeros
       the last code means zero (the upper bit of ``step`` says so). "nearest" is nearest in log. "stochastic" is made
       for what an update uses, 1/sqrt(v): with s the position below the upper neighbour in units of the step, it goes
       down with probability ``s (1 + c - c s)``, to 0.1 c^2, c = tanh(ln(R)/8) in sixteenths for neighbours of ratio R,
@@ -39,7 +41,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from masterless.formats.arithmetic import BF16_MAX_BITS, bits_float, float_bits, to_bfloat16
+from masterless.formats.arithmetic import BF16_MAX_BITS, bits_float, float_bits, fma, number, to_bfloat16
 from masterless.formats.format import Format
 from masterless.formats.packing import pack, unpack
 from masterless.formats.rounding import threshold
@@ -60,13 +62,14 @@ _SCALE_POWER = 2.0**100  # scales up to this, and down to its inverse, have reci
 # A float in the binade of 2^k leaves 23 - k bits to a fraction: 15 where levels stay below 2^7, and t, whose error is
 # below 2^-23 of it, is a level's own on the grid of those bits; 13 for finer formats. The log code, too, has 15.
 _FRACTION, _FINER_FRACTION = 15, 13
+_WHOLE = 1.5 * 2.0**23  # leaves none: what is added is rounded to an integer
 LOG_STEP_UNIT = 13  # log2 of the unit of a log block's step, in float bits
 LOG_BINADE = 1 << (23 - _FRACTION)
 _LOG_CURVE = float.fromhex("0x1.62e43p-14")  # ln(2) / 8 over the units of an octave
 _LOG_ZERO_FLAG = 0x8000
 _LOG_STEP_MAX = 0x7FFF
 _LOG_LANES = 8
-_LOG_LANE_LENGTH = 16  # a lane has at least this many elements, so a short block has fewer lanes
+_LOG_LANE_LENGTH = 12  # a lane has at least this many elements, so a short block has fewer lanes
 # Which of the eight sorted lane minima is the lowest level: few codes want a narrow range (the largest
 # minimum, about the 0.14-quantile), many codes can afford a wide one. Measured in tests/test_log_code.py.
 LOG_LOW_RANK = {2: 7, 3: 3, 4: 1, 8: 0}
@@ -175,12 +178,13 @@ def _spread(per_block: Tensor, cols: int, format: Format) -> Tensor:
 # --- codes on a grid of levels --------------------------------------------------------------------------
 
 
-def _in_units(x: Tensor, scale: Tensor) -> Tensor:
+def _units(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Two factors that put numbers in units of a stored scale, first a power of two: ``(x * power) * inverse``."""
     scale = torch.where(scale > 0, scale, 1.0)
     power = torch.where(
         scale < 1 / _SCALE_POWER, _SCALE_POWER, torch.where(scale > _SCALE_POWER, 1 / _SCALE_POWER, 1.0)
     )
-    return (x * power) * (torch.ones_like(scale) / (scale * power))
+    return power, torch.ones_like(scale) / (scale * power)
 
 
 def linear_fraction(limit: float) -> int:
@@ -188,21 +192,31 @@ def linear_fraction(limit: float) -> int:
     return _FRACTION if limit < 128 else _FINER_FRACTION
 
 
-def _linear_codes(t: Tensor, format: Format, u: Tensor | None) -> Tensor:
+def _linear_codes(x: Tensor, inverse: Tensor, format: Format, u: Tensor | None) -> Tensor:
     limit = format.max_level * 2.0**format.fine_bits
-    fine = (t * 2.0**format.fine_bits).clamp(-limit if format.signed else 0.0, limit)
+    inverse = inverse * 2.0**format.fine_bits
+
+    def within(bits: Tensor, base: float) -> Tensor:
+        """What lies beyond the outermost levels, found in the bits of the sums, which have the order of the sums."""
+        ends = torch.tensor([base - (limit if format.signed else 0.0), base + limit])
+        low, high = float_bits(ends).tolist()
+        return bits.clamp(low, high)
+
     if u is None:
         # Half to even, which is the even code: every zero code is even.
-        return fine.round().to(torch.int32) + format.zero_code
+        base = _WHOLE + format.zero_code
+        return (within(float_bits(fma(x, inverse, number(base))), base) & 0xFFFF).to(torch.int32)
     fraction = linear_fraction(limit)
     u = u.to(torch.int64) >> (16 - fraction)
     below_ring = u & ((1 << (fraction - 10)) - 1)
     binade = 1 << (23 - fraction)
-    sum = fine + ((binade + format.zero_code) + below_ring.to(torch.float32) * 2.0**-fraction)
-    return ((float_bits(sum) + (u - below_ring)) >> fraction & (binade - 1)).to(torch.int32)
+    base = float(binade + format.zero_code)
+    sum = fma(x, inverse, base + below_ring.to(torch.float32) * 2.0**-fraction)
+    return (within(float_bits(sum) + (u - below_ring), base) >> fraction & (binade - 1)).to(torch.int32)
 
 
-def _codebook_codes(t: Tensor, format: Format, u: Tensor | None) -> Tensor:
+def _codebook_codes(x: Tensor, inverse: Tensor, format: Format, u: Tensor | None) -> Tensor:
+    t = x * inverse
     levels = torch.tensor(format.levels, dtype=torch.float64).to(torch.float32).to(t.device)
     codes = torch.tensor(format.table[1], dtype=torch.int32, device=t.device)
     index = (torch.searchsorted(levels, t.contiguous(), right=True) - 1).clamp(0, len(levels) - 2)
@@ -229,8 +243,8 @@ def _encode_scaled(
         tensor_scale = tensor_scale_for(x)
     if scale is None:
         scale = scale_for(block_peak(x, format), format, tensor_scale)
-    t = _in_units(x, _spread(scale, x.shape[1], format))
-    codes = (_linear_codes if format.kind == "linear" else _codebook_codes)(t, format, u)
+    power, inverse = _units(_spread(scale, x.shape[1], format))
+    codes = (_linear_codes if format.kind == "linear" else _codebook_codes)(x * power, inverse, format, u)
     if not format.signed:
         codes = torch.where((x > 0) & (codes == format.zero_code), codes + 1, codes)
     parts = {"codes": pack(codes >> format.fine_bits, format.bits, format.adjacent)}
@@ -259,9 +273,17 @@ def _decode_scaled(parts: Parts, cols: int, format: Format, visible: bool) -> Te
 # --- the logarithmic code -------------------------------------------------------------------------------
 
 
+def log_lanes(length: int) -> int:
+    """Of how many lanes the minima count in a block of this length: a power of two."""
+    lanes = _LOG_LANES
+    while lanes > 1 and lanes * _LOG_LANE_LENGTH > length:
+        lanes //= 2
+    return lanes
+
+
 def _lane_low(blocks: Tensor, format: Format) -> Tensor:
     """Bits of the lowest level: a low quantile of the block, from the minima of its lanes; 0 if all are zero."""
-    lanes = max(1, min(_LOG_LANES, blocks.shape[-1] // _LOG_LANE_LENGTH))
+    lanes = log_lanes(blocks.shape[-1])
     bits = float_bits(blocks)
     infinite = 1 << 40  # above all float bits, and exact in the double that `pad` takes
     bits = torch.where(bits > 0, bits, infinite)
@@ -326,9 +348,9 @@ def encode_log(x: Tensor, metadata: Parts, format: Format, u: Tensor | None, rou
         code = code + (x - lower <= threshold(u) * (upper - lower)).to(torch.int64)
     else:
         ring, curve = (u >> 6).to(torch.float32), (log_curve(step) * 16.0 + 0.5).floor() * 2.0**-4
-        steps = torch.minimum(depth, last * step).to(torch.float32) * (torch.ones_like(curve) / step.to(torch.float32))
         part = (LOG_BINADE + (ring + 0.5) * 2.0**-10) + curve * (ring * (1023.0 - ring) * 2.0**-20)
-        code = float_bits(steps + part) >> _FRACTION & (LOG_BINADE - 1)
+        limited, inverse = torch.minimum(depth, last * step), torch.ones_like(curve) / step.to(torch.float32)
+        code = float_bits(fma(limited.to(torch.float32), inverse, part)) >> _FRACTION & (LOG_BINADE - 1)
         # Where levels end at the smallest float, that float is one of them.
         code = torch.where(bits == 1, depth // step + 1, code)
     code = torch.minimum(code, last)

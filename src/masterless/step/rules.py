@@ -6,7 +6,7 @@ Contract:
 
           W~ = decay * W - step_size * (direction / denominator)
 
-    * Only add, subtract, multiply, divide and the correctly rounded square root, one operation at a time and in
+    * Only add, subtract, multiply, divide, `fma` and the correctly rounded square root, one operation at a time and in
       the order written: the compiled kernel repeats it to the bit. Adam divides by the root of a second moment that is
       not stored exactly (`SecondMoment.is_exact`) through `inverse_root`, within 0.07%, and there eps stands under the
       root: ``sqrt(v + eps^2)``. Every scalar is computed once, in
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from masterless.formats import Format
-from masterless.formats.arithmetic import exact_sqrt, inverse_root
+from masterless.formats.arithmetic import ROOT_UNIT, exact_sqrt, fma, inverse_root, number
 from masterless.step.scalars import (
     Planned,
     Scalars,
@@ -66,41 +66,47 @@ class SecondMoment(NamedTuple):
 
     def __call__(self, innovation: Tensor) -> Tensor:
         """The new average."""
-        return self.stored if self.is_current else self.stored * self.c.keep2 + innovation * self.c.rate2
+        return self.stored if self.is_current else fma(innovation, self.c.rate2, self.stored * self.c.keep2)
 
     def under_root(self, v: Tensor) -> Tensor:
         """What Adam takes the root of: v, and the square of eps, in the units of v before bias correction."""
         eps = self.over_bias(self.c.eps)
         return v + eps * eps
 
-    def over_bias(self, number: float) -> Tensor:
+    def over_bias(self, x: float) -> Tensor:
         """A number over the bias correction of v's root, in fp32."""
-        return torch.tensor(number, dtype=torch.float32) / torch.tensor(self.c.bias2, dtype=torch.float32)
+        return number(x) / number(self.c.bias2)
 
-    def normalised(self, g: Tensor, v: Tensor) -> Tensor:
-        """``g / (sqrt(v) bias2)``, of a v that is not exact; zero where v is."""
+    def root_unit(self) -> Tensor:
+        """What makes ``g / (sqrt(v) bias2)`` of `over_root`."""
+        return self.over_bias(1.0) * number(ROOT_UNIT)
+
+    def over_root(self, g: Tensor, v: Tensor) -> Tensor:
+        """``g / sqrt(v)``, of a v that is not exact, in units of `inverse_root`; zero where v is."""
         x = self.under_root(v)
-        return torch.where(x > 0, g * inverse_root(x) * self.over_bias(1.0), 0.0)
+        return torch.where(x > 0, g * inverse_root(x), 0.0)
 
     def carried(self, kept: Tensor, g: Tensor, v: Tensor) -> Tensor:
         """``kept d'/d + rate1 g / d``: a momentum in weight units, carried over from a v to the next, neither exact."""
         x = self.under_root(v)
         y = inverse_root(x)
-        rate = self.over_bias(self.c.rate1)
+        rate = self.over_bias(self.c.rate1) * number(ROOT_UNIT)
         if self.is_current:
-            return torch.where(x > 0, kept + g * y * rate, kept)
-        was = self.under_root(self.stored)
-        before = torch.where(self.stored > 0, was * inverse_root(was) * self.over_bias(self.c.bias2_before), x * y)
-        return torch.where(x > 0, (kept * before + g * rate) * y, kept)
+            return torch.where(x > 0, fma(g * y, rate, kept), kept)
+        was, square = self.under_root(self.stored), number(ROOT_UNIT) * number(ROOT_UNIT)
+        carry = self.over_bias(self.c.bias2_before) * square
+        before = torch.where(self.stored > 0, was * inverse_root(was) * carry, x * y * square)
+        return torch.where(x > 0, fma(kept, before, g * rate) * y, kept)
 
 
 class Update(NamedTuple):
-    """What a rule returns: the new moments and the step ``direction / denominator`` (None: 1)."""
+    """What a rule returns: the new moments and the step ``size * direction / denominator`` (None: 1)."""
 
     first: Tensor | None
     second: Tensor | None
     direction: Tensor
     denominator: Tensor | None
+    size: Tensor | None = None
 
 
 def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -109,7 +115,7 @@ def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def _ema(m: Tensor | None, g: Tensor, c: Scalars) -> Tensor:
-    return g if m is None else m + (g - m) * c.rate1
+    return g if m is None else fma(g - m, c.rate1, m)
 
 
 def adam(g: Tensor, m: Tensor | None, second_moment: SecondMoment, c: Scalars) -> Update:
@@ -117,7 +123,7 @@ def adam(g: Tensor, m: Tensor | None, second_moment: SecondMoment, c: Scalars) -
     m = _ema(m, g, c)
     v = second_moment(g * g)
     if not second_moment.is_exact:
-        return Update(m, v, second_moment.normalised(m, v), None)
+        return Update(m, v, second_moment.over_root(m, v), None, second_moment.root_unit())
     return Update(m, v, m, exact_sqrt(v) * c.bias2 + c.eps)
 
 
@@ -127,8 +133,11 @@ def adam_update_units(g: Tensor, u: Tensor | None, second_moment: SecondMoment, 
     All coordinates of a block then have the same scale, which is what a coarse code wants.
     """
     v = second_moment(g * g)
-    exact = second_moment.is_exact
-    u = _ema(u, quotient(g, exact_sqrt(v) * c.bias2 + c.eps) if exact else second_moment.normalised(g, v), c)
+    if second_moment.is_exact:
+        normalised = quotient(g, exact_sqrt(v) * c.bias2 + c.eps)
+    else:
+        normalised = second_moment.over_root(g, v) * second_moment.root_unit()
+    u = _ema(u, normalised, c)
     return Update(u, v, u, None)
 
 
@@ -141,8 +150,10 @@ def adam_weight_units(g: Tensor, u: Tensor | None, second_moment: SecondMoment, 
     """
     v = second_moment(g * g)
     if not second_moment.is_exact:
-        u = None if u is None else second_moment.carried(u * c.keep1, g, v)
-        return Update(u, v, second_moment.normalised(g, v) if u is None else u, None)
+        if u is None:
+            return Update(None, v, second_moment.over_root(g, v), None, second_moment.root_unit())
+        u = second_moment.carried(u * c.keep1, g, v)
+        return Update(u, v, u, None)
     d = exact_sqrt(v) * c.bias2 + c.eps
     if u is None:
         return Update(None, v, g, d)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from masterless.formats import codec
+from masterless.formats.arithmetic import fma, number
 from masterless.formats.storage import Storage
 from masterless.step.rules import Rule, SecondMoment, Update, quotient
 from masterless.step.scalars import Scalars
@@ -48,7 +49,8 @@ def advance(
 ) -> tuple[Tensor, Update]:
     """Where the weights should go, and the rule's update that says so."""
     update = rule.update(g, m, second_moment, c)  # type: ignore[arg-type]
-    target = w * c.decay - moved(update) * c.step_size
+    size = number(c.step_size) if update.size is None else update.size * number(c.step_size)
+    target = fma(w, c.decay, -(moved(update) * size))
     return paid_back(target, update, c) if pays_back and update.first is not None and c.payback else (target, update)
 
 
@@ -60,7 +62,7 @@ def paid_back(target: Tensor, update: Update, c: Scalars) -> tuple[Tensor, Updat
     """
     assert update.first is not None
     momentum = update.first.clamp(-c.reach, c.reach)
-    return target - (update.first - momentum) * c.payback, update._replace(first=momentum)
+    return fma(momentum - update.first, c.payback, target), update._replace(first=momentum)
 
 
 def storable(moment: Tensor) -> Tensor:
@@ -72,13 +74,13 @@ def storable(moment: Tensor) -> Tensor:
 
 
 def moved(update: Update) -> Tensor:
-    """The step before its size: the update's direction over its denominator."""
+    """The step before its sizes: the update's direction over its denominator."""
     return update.direction if update.denominator is None else quotient(update.direction, update.denominator)
 
 
 def injected(u: Tensor, c: Scalars, error: Tensor) -> Tensor:
     """A momentum in weight units, with what makes the coming steps give back an error of rounding the weight."""
-    return u + error * c.inject
+    return fma(error, c.inject, u)
 
 
 def keeps_first(rule: Rule, c: Scalars) -> bool:
