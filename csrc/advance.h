@@ -78,6 +78,7 @@ bool advance_any(const MlTask& task, const Span& span, const Tile& tile) {
     const bool ascends = task.maximize, has_l2 = task.has_l2, whole_step = task.step_size == 1.0f;
     const bool pays_back = task.pays_back && task.payback != 0.0f;
     constexpr bool kDenominator = Rule::template has_denominator<kFirst, kRoot>();
+    constexpr bool kInUnits = has_root_unit<Rule, kFirst, kRoot>();
     Upcoming next_gradient = b.next_gradient, next_weight = b.next_weight, next_first = b.next_first,
              next_second = b.next_second;
     vf finite{};  // zero times a number is zero, zero times anything else is NaN and stays so
@@ -97,7 +98,8 @@ bool advance_any(const MlTask& task, const Span& span, const Tile& tile) {
                 const SecondMoment second{v, v * c.keep2, before, kRoot == Root::kFactored, true, c};
                 const Update u = Rule::template step<kFirst, kRoot>(g, Rule::kTakesKept ? m * c.keep1 : m, second, c);
                 const vf moved = kDenominator ? quotient(u.direction, u.denominator, c) : u.direction;
-                vf target = w * c.decay - (whole_step ? moved : moved * c.step_size), first = u.first;
+                vf target = fms(w, c.decay, kInUnits ? moved * c.unit_step : whole_step ? moved : moved * c.step_size);
+                vf first = u.first;
                 if (kFirst && pays_back) pay_back(target, first, c);
                 store(b.w + e, target);
                 if (b.backup) store(b.backup + e, w);
@@ -183,6 +185,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     constexpr bool kSecondPacked = kPacked && kCoarse, kBytes = kMoments == Moments::kBytes;
     static_assert(!kBytes || (kCoarse && !Rule::kTakesKept), "only Adam's moments are read as bytes");
     constexpr bool kWholeStep = Rule::kTakesKept, kCarries = kCoarse && Rule::kTakesKept;
+    constexpr bool kInUnits = has_root_unit<Rule, true, kRoot>();
     constexpr bool kWeightStored = kWeight != From::kBuffer && kWeight != From::kPlace;
     constexpr bool kHasHidden = kWeight == From::kHidden || kWeight == From::kGroups;
     constexpr bool kInTwo = kWeight == From::kSix || kHasHidden;
@@ -230,7 +233,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
         if (kWeightStored) {
             const float scale = kWeight == From::kGroups ? 1.0f : weight_scales[k];
             if (kWeight == From::kTable)
-                weight_table = mapped(weight_levels, [&](vf level) { return level * scale * c.decay; });
+                weight_table = mapped(weight_levels, [&](vf level) { return level * scale; });
             else
                 weight_scale = splat(kWeight == From::kHidden ? scale * (1.0f / (1 << kFiner)) : scale);
             weight_codes = weight_at.codes(), weight_at.next(length);
@@ -316,8 +319,8 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                     }
                     const SecondMoment second{stored, kept, before, !kCoarse, may_be_zero, c};
                     const Update u = Rule::template step<true, kRoot>(g, m, second, c);
-                    const vf stays = kWeight == From::kTable ? w : w * c.decay;
-                    vf target = stays - (kWholeStep ? u.direction : u.direction * c.step_size), first = u.first;
+                    const vf moved = kWholeStep ? u.direction : u.direction * (kInUnits ? c.unit_step : c.step_size);
+                    vf target = fms(w, c.decay, moved), first = u.first;
                     if (kPaysBack) pay_back(target, first, c);
                     store(b.w + e, target);
                     if (kWeight == From::kPlace) store(b.backup + e, w);
@@ -341,6 +344,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             if (!kInjects) b.first_peaks[chunk] = first_peak;
             if (kCoarse) {
                 if (!may_be_zero) statistics.close_positive();
+                if (is_short) statistics.fold_to(log_lanes(length));
                 largest_second = max(largest_second, statistics.top());
                 b.second_statistics[chunk] = statistics;
             }

@@ -67,7 +67,7 @@ inline void pack_chunk_codes(const vi* codes, int length, uint8_t* data, uint8_t
 // One scaled chunk of kScales blocks. What rounding loses is injected into the moment, of which `peak` then has the largest
 // magnitudes. kPlain: all scales have plain units. kFits: no number lies beyond the outermost levels.
 template <class Grid, int kBits, int kHidden, int kScales, bool kStochastic, bool kInjects, bool kPlain, bool kFits>
-inline void encode_scaled_chunk(const Grid& grid, const Metadata* blocks, const float* x, int length,
+inline void encode_scaled_chunk(const Grid& grid, const Metadata* blocks, const float* numbers, int length,
                                 const ChunkDraw& random, float* moment, vf share, vf& peak, uint8_t* data,
                                 uint8_t* hidden) {
     vi codes[kVectors];
@@ -83,13 +83,13 @@ inline void encode_scaled_chunk(const Grid& grid, const Metadata* blocks, const 
         }
 #pragma GCC unroll 8
         for (int i = k * vectors; i < (k + 1) * vectors; ++i) {
-            const vf number = held(load<vf>(x + i * kLanes));
-            const vf t = kPlain ? number * inverse : number * power * inverse;
-            const vf level = grid.template encode<kStochastic, kFits>(t, random, i * kLanes, codes[i]);
+            const vf number = held(load<vf>(numbers + i * kLanes));
+            const vf x = kPlain ? number : number * power;
+            const vf level = grid.template encode<kStochastic, kFits>(x, inverse, random, i * kLanes, codes[i]);
             if (kInjects) {
                 // The product is exact: a level has at most 8 bits, and a scale 14.
-                const vf lost = multiply_add(-level, scale, number);
-                const vf sum = load<vf>(moment + i * kLanes) + lost * share;
+                const vf lost = fnma(level, scale, number);
+                const vf sum = fma(lost, share, load<vf>(moment + i * kLanes));
                 store(moment + i * kLanes, sum);
                 largest = larger_magnitude(largest, sum);
             }
@@ -218,12 +218,9 @@ inline bool are_log_chunks(const MlStorage& s, const Span& span, const LogChunk*
 inline void fresh_log_chunks(const MlStorage& s, const Span& span, const float* x, const LogChunk* statistics,
                              LogBlocks* blocks) {
     const int64_t index = metadata_index(s, span);
-    ChunkWalk walk(span);
     for_chunks_together(span, [&](int first, int count) {
-        LogSummaries chunks = statistics ? LogSummaries(statistics + first, count, s.low_rank)
-                                         : look_at_chunks(x + first * kChunk, count, s.low_rank);
-        for (int k = 0; k < count && !span.has_whole_chunks(); ++k, walk.next())  // a short block has fewer lanes
-            if (walk.length() < kChunk) chunks.set(k, log_summary(s, x + walk.start(), walk.length()));
+        const LogSummaries chunks = statistics ? LogSummaries(statistics + first, count, s.low_rank)
+                                               : look_at_chunks(x + first * kChunk, count, s.low_rank);
         const LogBlocks fresh(s, chunks.top, chunks.low, chunks.zeros);
         fresh.write(s, index + first, count);
         blocks[first / kRows] = fresh;

@@ -122,9 +122,9 @@ inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span
         const float scale = blocks[block].scale, unit = scale * (1.0f / (float)(1 << hidden));
         const Units units(scale, hidden);
         for (int i = 0; i < length; i += kLanes) {
-            const vf t = load<vf>(x + e + i) * units.power * units.inverse;
             vi code;
-            const vf level = grid.template encode<kStochastic, false>(t, random, i, code);
+            const vf level = grid.template encode<kStochastic, false>(load<vf>(x + e + i) * units.power, splat(units.inverse),
+                                                                      random, i, code);
             code = (code >> Grid::template code_at<kStochastic>()) & ((1 << (s.bits + hidden)) - 1);
             if (!is_signed) code -= (load<vf>(x + e + i) > 0.0f) & (code == zero_code);
             if (hidden) {

@@ -1,8 +1,8 @@
 // Grids of levels: how a number in units of its scale becomes a code. One class a family of formats.
 //
 // Contract, for each grid:
-//   * `encode<kStochastic, kFits>(t, random, i, code)` returns the level (in units of the scale) that t is rounded to, and
-//     its code. Nearest: ties go to the even code. Stochastic: with the random numbers from element i of a chunk on, to
+//   * `encode<kStochastic, kFits>(x, inverse, random, i, code)` returns the level (in units of the scale) that
+//     t = x * inverse is rounded to, and its code. Nearest: ties go to the even code. Stochastic: with the random numbers from element i of a chunk on, to
 //     the upper neighbour where (t - lower) exceeds threshold * (upper - lower). What lies beyond the outermost levels
 //     becomes one of those; with kFits nothing does.
 //   * The code stands from bit `code_at<kStochastic>()` on, alone in its byte; what is above and below may be anything.
@@ -16,9 +16,9 @@
 namespace masterless {
 inline namespace MASTERLESS_ISA {
 
-// Integers below 2^(22 - kBelow). Stochastic: t goes into the binade where kBelow bits are left for its fraction, to which
-// random ones are added; what they carry over is the rounding, and the code stands above them. A level's own t, whose error
-// is below 2^-23 of it, has no fraction there.
+// Integers below 2^(22 - kBelow). Stochastic: t, which is not rounded by itself, goes into the binade where kBelow bits are
+// left for its fraction, to which random ones are added; what they carry over is the rounding, and the code stands above them.
+// A level's own t, whose error is below 2^-23 of it, has no fraction there.
 template <int kBelow>
 class LinearGrid {
   public:
@@ -38,13 +38,13 @@ class LinearGrid {
 
     // What lies beyond is found in the sums' bits, which have the order of the numbers: cheaper than among floats.
     template <bool kStochastic, bool kFits>
-    vf encode(vf t, const ChunkDraw& random, int i, vi& code) const {
+    vf encode(vf x, vf inverse, const ChunkDraw& random, int i, vi& code) const {
         if (!kStochastic) {
-            code = bits(t + shift_);  // zero codes are even, as kShift is
+            code = bits(fma(x, inverse, shift_));  // zero codes are even, as kShift is
             if (!kFits) code = min(max(code, bits(low_shifted_)), bits(high_shifted_));
             return from_bits(code) - shift_;
         }
-        code = bits(t + base(random)) + (random.part(i) >> (kFraction - kBelow));
+        code = bits(fma(x, inverse, base(random))) + (random.part(i) >> (kFraction - kBelow));
         if (!kFits) code = min(max(code, bits(low_)), bits(high_));
         return from_bits(code & ~((1 << kBelow) - 1)) - base_;
     }
@@ -81,7 +81,8 @@ class MinifloatGrid {
     static constexpr int code_at() { return 0; }
 
     template <bool kStochastic, bool kFits>
-    vf encode(vf t, const ChunkDraw& random, int i, vi& code) const {
+    vf encode(vf x, vf inverse, const ChunkDraw& random, int i, vi& code) const {
+        vf t = x * inverse;
         if (!kFits) t = min(max(t, kSigned ? -limit_ : vf{}), limit_);
         const vi exponent = max(bits(t) & 0x7F800000, splat(kLowestExponent << 23));
         const vf gap = from_bits(exponent - (M << 23)), per_gap = from_bits((vi)(((254u + M) << 23) - (vu)exponent));
@@ -123,7 +124,8 @@ class TableGrid {
     static constexpr int code_at() { return 0; }
 
     template <bool kStochastic, bool kFits>
-    vf encode(vf t, const ChunkDraw& random, int i, vi& code) const {
+    vf encode(vf x, vf inverse, const ChunkDraw& random, int i, vi& code) const {
+        vf t = x * inverse;
         if (!kFits) t = min(max(t, low_), high_);
         vi index{};  // the last level that is not above t, by bisection; `levels` is padded with infinities
         for (int stride = first_stride_; stride >= 1; stride /= 2) {

@@ -8,7 +8,7 @@
 namespace masterless {
 inline namespace MASTERLESS_ISA {
 
-// The summary of a block that is one whole chunk, gathered vector by vector.
+// The summary of a block that is one chunk, gathered vector by vector.
 class LogChunk {
   public:
     LogChunk() : lowest_(splat(kNone)) {
@@ -31,6 +31,13 @@ class LogChunk {
 
     void close_positive() {
         for (vu& m : minima_) m -= 1u;
+    }
+
+    // Of a block that has only so many lanes: each of theirs in all of its places, which ranks do not show.
+    void fold_to(int lanes) {
+        if (lanes <= 4) minima_[0] = min(minima_[0], partners<4>(minima_[0]));
+        if (lanes <= 2) minima_[0] = min(minima_[0], partners<2>(minima_[0]));
+        if (lanes <= 1) minima_[0] = min(minima_[0], partners<1>(minima_[0]));
     }
 
     vi top() const { return top_; }
@@ -85,8 +92,6 @@ class LogChunk {
 // Those of up to kRows chunks at once.
 struct LogSummaries {
     vi top, low, zeros;
-
-    void set(int k, const LogSummary& block) { top[k] = block.top, low[k] = block.low, zeros[k] = block.zeros; }
 
     LogSummaries(const LogChunk* chunks, int count, int rank) {
         static_assert(kEights == kLogLanes, "lanes of a vector are lanes of a block");

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <algorithm>
-#include <numeric>
 
 #include "abi.h"
 #include "random.h"
@@ -16,7 +15,7 @@ namespace masterless {
 inline namespace MASTERLESS_ISA {
 
 constexpr int kStepUnit = 13;
-constexpr int kLogLanes = 8;
+constexpr int kLogLanes = 8, kLaneLength = 12;
 constexpr uint32_t kNone = 0xFFFFFFFFu;  // minima are kept as bits - 1, so that a zero counts as none
 
 // Stochastic rounding, made for what an update uses: a number s steps below the upper neighbour goes down with probability
@@ -41,7 +40,7 @@ struct LogCurves {
 
 // How far below its top a number lies, in steps, plus kCodeBase: rounded to an integer by what the ring adds.
 inline vi rounded_steps(vi depth, vf inverse, int bend, const ChunkDraw& random, int i) {
-    return bits(to_float(depth) * inverse + random.base(i, bend));
+    return bits(fma(to_float(depth), inverse, random.base(i, bend)));
 }
 
 struct LogBlock {
@@ -89,71 +88,27 @@ inline int32_t lowest_level(const uint32_t* minima, int rank) {
     return (int32_t)(sorted[index] + 1u);
 }
 
+// Of how many lanes the minima count in a block: a power of two, so that each has kLaneLength elements.
+inline int log_lanes(int64_t block_length) {
+    int lanes = kLogLanes;
+    while (lanes > 1 && lanes * kLaneLength > block_length) lanes /= 2;
+    return lanes;
+}
+
 // Maximum, lane minima and presence of zeros of a block, gathered piece by piece.
 class LogStatistics {
   public:
     explicit LogStatistics(int64_t block_length) {
-        lanes_ = block_length / 16 < kLogLanes ? (int)(block_length / 16) : kLogLanes;
-        if (lanes_ < 1) lanes_ = 1;
+        lanes_ = log_lanes(block_length);
         for (uint32_t& m : minima_) m = kNone;
     }
 
-    // The next n numbers, which zeros follow up to a whole vector. All pieces but the last have a multiple of 16, and of a
-    // block in pieces a vector has a multiple of the lanes.
+    // The next n numbers, which zeros follow up to a whole vector. All pieces but the last have a multiple of 16.
     void add(const float* x, int n) {
-        const bool regular = n % kWidth == 0 && kWidth % lanes_ == 0;
-        regular ? add_regular(x, n) : add_irregular(x, n);
-    }
-
-    LogSummary summary(int rank) const {
-        return {(int32_t)top_, lowest_level(minima_, rank), -(int32_t)has_zero_};
-    }
-
-  private:
-    static constexpr int kWidth = 16;  // a multiple of every regular number of lanes
-
-    void add_regular(const float* x, int n) {
-        constexpr int kVectors = kWidth / kLanes;
-        vu minima[kVectors];
+        vu minima[kVectors], lowest = splat(kNone);
         vi top{};
-        vu lowest = splat(kNone);
-        for (int k = 0; k < kVectors; ++k) minima[k] = splat(kNone);
-        for (int e = 0; e < n; e += kWidth)
-            for (int k = 0; k < kVectors; ++k) {
-                const vi b = load<vi>(x + e + k * kLanes);
-                top = max(top, b);
-                minima[k] = min(minima[k], (vu)b - 1u);
-                lowest = min(lowest, (vu)b);
-            }
-        const uint32_t largest = (uint32_t)horizontal_max(top);
-        top_ = largest > top_ ? largest : top_;
-        has_zero_ |= !all(lowest != 0u);
-        uint32_t by_position[kWidth + kLogLanes] = {};
-        std::memcpy(by_position, minima, sizeof minima);
-        fold(by_position, kWidth);
-    }
-
-    // Minima by position, a multiple of the lanes: as many at a time as there can be lanes. What those that are none get
-    // does not count.
-    void fold(const uint32_t* by_position, int n) {
-        typedef uint32_t Lanes __attribute__((vector_size(4 * kLogLanes)));
-        Lanes least = load<Lanes>(minima_);
-        for (int i = 0; i < n; i += lanes_) {
-            const Lanes next = load<Lanes>(by_position + i);
-            least = next < least ? next : least;
-        }
-        store(minima_, least);
-        for (int i = lanes_; i < kLogLanes; ++i) minima_[i] = kNone;
-    }
-
-    // Lanes that do not divide a vector: after `period` vectors they start where they started.
-    void add_irregular(const float* x, int n) {
-        const int period = lanes_ / std::gcd(lanes_, kLanes);
-        vu minima[8];
-        for (int k = 0; k < period; ++k) minima[k] = splat(kNone);
-        vi top{};
-        vu lowest = splat(kNone);
-        for (int e = 0, k = 0; e < n; e += kLanes, k = k + 1 < period ? k + 1 : 0) {
+        for (vu& m : minima) m = splat(kNone);
+        for (int e = 0, k = 0; e < n; e += kLanes, k = (k + 1) % kVectors) {
             const vi b = load<vi>(x + e);
             top = max(top, b);
             minima[k] = min(minima[k], (vu)b - 1u);
@@ -162,10 +117,20 @@ class LogStatistics {
         const uint32_t largest = (uint32_t)horizontal_max(top);
         top_ = largest > top_ ? largest : top_;
         has_zero_ |= !all(lowest != 0u);
-        uint32_t by_position[8 * kLanes + kLogLanes];
-        std::memcpy(by_position, minima, sizeof(vu) * (size_t)period);
-        fold(by_position, period * kLanes);
+        uint32_t by_position[kWidth];
+        std::memcpy(by_position, minima, sizeof minima);
+        for (int i = 0; i < kWidth; ++i) {
+            uint32_t& least = minima_[i % lanes_];
+            least = by_position[i] < least ? by_position[i] : least;
+        }
     }
+
+    LogSummary summary(int rank) const {
+        return {(int32_t)top_, lowest_level(minima_, rank), -(int32_t)has_zero_};
+    }
+
+  private:
+    static constexpr int kWidth = 16, kVectors = kWidth / kLanes;  // a multiple of every number of lanes
 
     int lanes_;
     uint32_t top_ = 0;

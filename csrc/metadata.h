@@ -35,7 +35,7 @@ struct Injection {
     Injection from(int e) const { return {moment ? moment + e : nullptr, share}; }
 
     vf operator()(int e, vf lost) const {
-        const vf sum = load<vf>(moment + e) + lost * share;
+        const vf sum = fma(lost, share, load<vf>(moment + e));
         store(moment + e, sum);
         return sum;
     }

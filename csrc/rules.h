@@ -1,11 +1,13 @@
 // Update mathematics, one short struct a rule, in the papers' symbols: `rules.py` of the specification.
 //
-// Contract: one operation at a time in the order written (no contraction), so that results agree with the
-// specification to the bit. A rule sees gradient, first moment and second moment of a few elements and returns the new
+// Contract: one operation at a time in the order written (no contraction but where it is written), so that results agree
+// with the specification to the bit. A rule sees gradient, first moment and second moment of a few elements and returns the new
 // moments, a direction and a denominator; without a stored first moment (kFirst false) the gradient stands in
 // its place. Where kTakesKept it is what stays of the first moment, b1 m. The step is the same for all:
-// W~ = decay * W - step_size * (direction / denominator).
+// W~ = decay * W - step_size * (direction / denominator). Where `has_root_unit` the direction is in units of `root_unit`.
 #pragma once
+
+#include <type_traits>
 
 #include "abi.h"
 #include "random.h"
@@ -14,6 +16,7 @@ namespace masterless {
 inline namespace MASTERLESS_ISA {
 
 constexpr float kLargest = 0x1.fffffep127f;  // where moments stop short of infinity
+constexpr float kRootUnit = 0.703952253f, kRootSquare = kRootUnit * kRootUnit;  // of `inverse_root`
 
 // How the second moment is stored: in floating point; in a code; or as row and column means, which are up to date.
 // Without the first, Adam divides by its root through `inverse_root`.
@@ -21,7 +24,7 @@ enum class Root { kExact, kCoarse, kFactored };
 
 struct Scalars {  // as vectors, so that no loop has to spread them
     vf step_size, decay, l2, keep1, rate1, keep2, rate2, bias2, bias2_before, eps, clip, reach, payback;
-    vf eps_square, rate1_over_bias, one_over_bias, carry;  // for roots that are not exact: `SecondMoment` of rules.py
+    vf eps_square, rate1_over_bias, root_unit, unit_step, carry;  // for roots that are not exact: `SecondMoment` of rules.py
     bool has_eps, has_eps_square;
 
     explicit Scalars(const MlTask& t)
@@ -29,15 +32,16 @@ struct Scalars {  // as vectors, so that no loop has to spread them
           rate1(splat(t.rate1)), keep2(splat(t.keep2)), rate2(splat(t.rate2)), bias2(splat(t.bias2)),
           bias2_before(splat(t.bias2_before)), eps(splat(t.eps)), clip(splat(t.clip)),
           reach(splat(t.reach)), payback(splat(t.payback)),
-          eps_square(splat((t.eps / t.bias2) * (t.eps / t.bias2))), rate1_over_bias(splat(t.rate1 / t.bias2)),
-          one_over_bias(splat(1.0f / t.bias2)), carry(splat(t.bias2_before / t.bias2)), has_eps(t.eps > 0.0f),
+          eps_square(splat((t.eps / t.bias2) * (t.eps / t.bias2))), rate1_over_bias(splat(t.rate1 / t.bias2 * kRootUnit)),
+          root_unit(splat(1.0f / t.bias2 * kRootUnit)), unit_step(root_unit * step_size),
+          carry(splat(t.bias2_before / t.bias2 * kRootSquare)), has_eps(t.eps > 0.0f),
           has_eps_square(eps_square[0] > 0.0f) {}
 };
 
-// 1 / sqrt(x), within 0.07%: `arithmetic.inverse_root`.
+// 1 / sqrt(x) in units of kRootUnit, within 0.07%: `arithmetic.inverse_root`.
 inline vf inverse_root(vf x) {
     const vf y = from_bits(0x5F1FFFF9 - (bits(x) >> 1));
-    return y * (1.68191391f - (x * y) * y * 0.703952253f);
+    return y * fnma(x * y, y, splat((float)(1.68191391 / 0.703952253)));
 }
 
 // A rule's view of its second moment. `stored` is the average as decoded, of a factored one the estimate that this step
@@ -49,11 +53,11 @@ struct SecondMoment {
     const Scalars& c;
 
     // This step's innovation (g * g for most rules) to the updated average.
-    vf operator()(vf innovation) const { return is_current ? stored : kept + innovation * c.rate2; }
+    vf operator()(vf innovation) const { return is_current ? stored : fma(innovation, c.rate2, kept); }
 
-    // Of a v that is not exact: g / (sqrt(v) bias2).
-    vf normalised(vf g, vf v) const {
-        const vf x = v + c.eps_square, ratio = g * inverse_root(x) * c.one_over_bias;
+    // Of a v that is not exact: g / sqrt(v), in units of `inverse_root`.
+    vf over_root(vf g, vf v) const {
+        const vf x = v + c.eps_square, ratio = g * inverse_root(x);
         return c.has_eps_square ? ratio : select(x > 0.0f, ratio, vf{});
     }
 
@@ -62,10 +66,10 @@ struct SecondMoment {
         const vf x = v + c.eps_square, y = inverse_root(x);
         vf u;
         if (is_current) {
-            u = kept_first + g * y * c.rate1_over_bias;
+            u = fma(g * y, c.rate1_over_bias, kept_first);
         } else {
-            const vf root = may_be_zero ? select(before < 0.0f, x * y, before) : before;
-            u = (kept_first * root + g * c.rate1_over_bias) * y;
+            const vf root = may_be_zero ? select(before < 0.0f, x * y * kRootSquare, before) : before;
+            u = fma(kept_first, root, g * c.rate1_over_bias) * y;
         }
         return c.has_eps_square ? u : select(x > 0.0f, u, kept_first);
     }
@@ -87,7 +91,7 @@ inline vf quotient(vf numerator, vf denominator, const Scalars& c) {
     return c.has_eps ? ratio : select(denominator > 0.0f, ratio, vf{});
 }
 
-inline vf ema(vf m, vf g, const Scalars& c) { return m + (g - m) * c.rate1; }
+inline vf ema(vf m, vf g, const Scalars& c) { return fma(g - m, c.rate1, m); }
 
 inline vf sign(vf x) { return select(x > 0.0f, splat(1.0f), select(x < 0.0f, splat(-1.0f), vf{})); }
 
@@ -98,7 +102,7 @@ struct Adam {
     template <bool kFirst, Root kRoot> static Update step(vf g, vf m, const SecondMoment& second_moment, const Scalars& c) {
         m = kFirst ? ema(m, g, c) : g;
         const vf v = second_moment(g * g);
-        if (kRoot != Root::kExact) return {m, v, second_moment.normalised(m, v), vf{}};
+        if (kRoot != Root::kExact) return {m, v, second_moment.over_root(m, v), vf{}};
         return {m, v, m, sqrt(v) * c.bias2 + c.eps};
     }
 };
@@ -110,7 +114,7 @@ struct AdamUpdateUnits {
     template <bool kFirst, Root kRoot> static Update step(vf g, vf u, const SecondMoment& second_moment, const Scalars& c) {
         const vf v = second_moment(g * g);
         const vf normalised = kRoot == Root::kExact ? quotient(g, sqrt(v) * c.bias2 + c.eps, c)
-                                                    : second_moment.normalised(g, v);
+                                                    : second_moment.over_root(g, v) * c.root_unit;
         u = kFirst ? ema(u, normalised, c) : normalised;
         return {u, v, u, vf{}};
     }
@@ -125,7 +129,7 @@ struct AdamWeightUnits {
     template <bool kFirst, Root kRoot> static Update step(vf g, vf kept, const SecondMoment& second_moment, const Scalars& c) {
         const vf v = second_moment(g * g);
         if (kRoot != Root::kExact) {
-            const vf u = kFirst ? second_moment.carried(kept, g, v) : second_moment.normalised(g, v);
+            const vf u = kFirst ? second_moment.carried(kept, g, v) : second_moment.over_root(g, v);
             return {u, v, u, vf{}};
         }
         const vf d = sqrt(v) * c.bias2 + c.eps;
@@ -211,6 +215,13 @@ struct AdafactorWeightUnits {
     }
 };
 
+// Whether a rule's direction is in units of `root_unit`.
+template <class Rule, bool kFirst, Root kRoot>
+constexpr bool has_root_unit() {
+    constexpr bool kOfGradient = std::is_same_v<Rule, Adam> || (std::is_same_v<Rule, AdamWeightUnits> && !kFirst);
+    return kOfGradient && kRoot != Root::kExact;
+}
+
 // Gradient to descend on, from the one as stored.
 inline vf descent_gradient(vf g, vf w, bool ascends, bool has_l2, vf l2) {
     if (ascends) g = -g;
@@ -220,7 +231,7 @@ inline vf descent_gradient(vf g, vf w, bool ascends, bool has_l2, vf l2) {
 // What of a momentum is too large for one must be errors: the weight gets it all, before it is rounded (`tile.paid_back`).
 inline void pay_back(vf& target, vf& first, const Scalars& c) {
     const vf momentum = min(max(first, -c.reach), c.reach);
-    target = target - (first - momentum) * c.payback;
+    target = fma(momentum - first, c.payback, target);
     first = momentum;
 }
 

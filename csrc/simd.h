@@ -117,6 +117,8 @@ inline V held(V x) {
 
 inline vf magnitude(vf x) { return from_bits(bits(x) & 0x7FFFFFFF); }
 
+// a * b + c, a * b - c and c - a * b, rounded once: `fma`, `fms` and `fnma`. `kHasFma`: they are an instruction.
+
 // A float of this size has no fraction, so adding kShift to a smaller number rounds that to an integer, which then
 // stands in the lowest bits. `shifted_floor` is floor(x) + shift for a shift near kShift, `shifted_ceil` likewise.
 constexpr float kShift = 0x1.8p23f;
@@ -185,6 +187,8 @@ inline vf gather(const float* table, vi index) { return (vf)_mm512_i32gather_ps(
 inline vf lookup(vf table, vi index) { return (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)table); }
 constexpr bool kHasFma = true;
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+inline vf fms(vf a, vf b, vf c) { return (vf)_mm512_fmsub_ps((__m512)a, (__m512)b, (__m512)c); }
+inline vf fnma(vf a, vf b, vf c) { return (vf)_mm512_fnmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 inline vd fma(vd a, vd b, vd c) { return (vd)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c); }
 inline vd low_half(vf x) { return (vd)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x)); }
 inline vd high_half(vf x) { return (vd)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)x, 1)); }
@@ -218,6 +222,8 @@ inline vf lookup(const Table& table, vi index) {
 inline vf gather(const float* table, vi index) { return (vf)_mm256_i32gather_ps(table, (__m256i)index, 4); }
 constexpr bool kHasFma = true;
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+inline vf fms(vf a, vf b, vf c) { return (vf)_mm256_fmsub_ps((__m256)a, (__m256)b, (__m256)c); }
+inline vf fnma(vf a, vf b, vf c) { return (vf)_mm256_fnmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 inline vd fma(vd a, vd b, vd c) { return (vd)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c); }
 inline vd low_half(vf x) { return (vd)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)x)); }
 inline vd high_half(vf x) { return (vd)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)x, 1)); }
@@ -259,6 +265,8 @@ inline vf lookup(vf table, vi index) {  // by bytes: four of each element
 }
 constexpr bool kHasFma = true;
 inline vf fma(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+inline vf fms(vf a, vf b, vf c) { return fma(a, b, -c); }
+inline vf fnma(vf a, vf b, vf c) { return (vf)vfmsq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 inline vd fma(vd a, vd b, vd c) { return (vd)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b); }
 inline float horizontal_max(vf x) { return vmaxnmvq_f32((float32x4_t)x); }
 inline int32_t horizontal_max(vi x) { return vmaxvq_s32((int32x4_t)x); }
@@ -282,8 +290,13 @@ inline vf lookup(vf table, vi index) {
     return v;
 }
 constexpr bool kHasFma = false;
-template <class V>
-inline V fma(V a, V, V) { return a; }  // never called
+inline vf fma(vf a, vf b, vf c) {
+    for (int i = 0; i < kLanes; ++i) a[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return a;
+}
+inline vd fma(vd a, vd, vd) { return a; }  // never called
+inline vf fms(vf a, vf b, vf c) { return fma(a, b, -c); }
+inline vf fnma(vf a, vf b, vf c) { return fma(-a, b, c); }
 template <class V>
 inline auto horizontal_max(V x) -> decltype(x[0] + 0) {
     auto m = x[0];

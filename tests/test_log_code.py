@@ -72,8 +72,8 @@ def test_metadata_takes_32_bits_a_block():
 
 
 def lowest_by_the_contract(block: list[int], bits: int) -> int:
-    """Float bits of the lowest level: one of the sorted minima of interleaved lanes of at least 16 elements."""
-    lanes = max(1, min(8, len(block) // 16))
+    """Float bits of the lowest level: one of the sorted minima of interleaved lanes of at least 12 elements."""
+    lanes = next((n for n in (8, 4, 2) if len(block) // n >= 12), 1)
     positive = ([b for b in block[lane::lanes] if b > 0] for lane in range(lanes))
     minima = sorted(min(lane) for lane in positive if lane)
     rank = {2: 7, 3: 3, 4: 1, 8: 0}[bits]  # of eight; of fewer lanes in proportion
