@@ -130,8 +130,7 @@ inline const uint8_t* readable_codes(const uint8_t* data, int bits, int length, 
     if (bits != 2 || length == kChunk) return data;
     const int height = length / 4;  // 24 at the most
     const Words64 codes = load_some<Words64>(data, height);
-    store(room, codes & 0x33333333u);
-    store(room + height, (codes >> 2) & 0x33333333u);
+    store_side_by_side(room, codes & 0x33333333u, (codes >> 2) & 0x33333333u, height);
     return room;
 }
 
@@ -349,19 +348,16 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                 b.second_statistics[chunk] = statistics;
             }
         };
-        // Every copy of the loop takes the compiler its time.
-        if constexpr (!kWhole)
-            length < kChunk ? advance(true, true, false) : advance(false, true, false);
-        else if constexpr (kBytes)
-            second_levels.may_be_zero() ? advance(false, true, false) : advance(false, false, false);
-        else if constexpr (!kSecondPacked)
-            advance(false, true, false);
-        else if constexpr (!kLongTables)
-            seconds_of.may_be_zero() ? advance(false, true, false) : advance(false, false, false);
-        else if (few_seconds)
-            seconds_of.may_be_zero() ? advance(false, true, true) : advance(false, false, true);
+        const bool may_be_zero = kBytes ? second_levels.may_be_zero() : !kSecondPacked || seconds_of.may_be_zero();
+        // Every copy of the loop takes the compiler its time: rows that end in a short chunk have one for their whole ones.
+        if constexpr (!kSecondPacked && !kBytes)
+            !kWhole && length < kChunk ? advance(true, true, false) : advance(false, true, false);
+        else if (!kWhole && length < kChunk)
+            may_be_zero ? advance(true, true, false) : advance(true, false, false);
+        else if (!kWhole || may_be_zero)
+            kLongTables && kWhole && few_seconds ? advance(false, true, true) : advance(false, true, false);
         else
-            seconds_of.may_be_zero() ? advance(false, true, false) : advance(false, false, false);
+            kLongTables && few_seconds ? advance(false, false, true) : advance(false, false, false);
         next_gradient.at += length * (kNarrow ? 2 : 4);
         if (kWeight == From::kPlace) next_weight.at += length * 4;
         start += length;

@@ -49,7 +49,8 @@ inline float block_peak(const MlStorage& s, const Span& span, const float* x, in
 
 // Whether the blocks of a span are its chunks, and vectors long enough to look at kRows of them at once.
 inline bool are_chunks(const MlStorage& s, const Span& span) {
-    return kLanes >= kRows && s.block == kChunk && span.has_even_chunks();
+    const bool is_block = s.block == kChunk || (s.block == span.length && span.length < kChunk);
+    return kLanes >= kRows && is_block && span.has_even_chunks();
 }
 
 // Calls f(first, count) for the chunks of a span, up to kRows at a time.

@@ -30,10 +30,17 @@ constexpr int kGroup = 32;                 // elements that share a scale in the
 // then there is nothing that a byte would hold. With kBelow there is anything below them.
 template <int P, int kLow, bool kTop, bool kBelow = false>
 inline void pack_vectors(const vi* codes, int length, uint8_t* data) {
-    if (P < 4 && length % (8 / P * kLanes)) {  // vectors do not start where bytes do
+    if (P < 4 && length % (8 / P * kLanes)) {  // vectors do not start where bytes do, but words of eight bytes
         alignas(64) uint8_t unpacked[kChunk];
         for (int e = 0; e < length; e += kLanes) store_bytes(unpacked + e, codes[e / kLanes] >> kLow);
-        return pack_plane<P>(unpacked, length, 0, data);
+        constexpr uint64_t kMask = kTop ? ~0ull : ((1ull << P) - 1) * 0x0101010101010101ull;
+        for (int i = 0; i < plane_bytes<P>(length); i += 8) {
+            uint64_t packed = 0;
+            for (int j = 0; j < 8 / P; ++j)
+                packed |= (load<uint64_t>(unpacked + j * plane_bytes<P>(length) + i) & kMask) << (j * P);
+            store(data + i, packed);
+        }
+        return;
     }
     const int height = length / kLanes * P / 8;  // in vectors
     for (int i = 0; i < height; ++i) {

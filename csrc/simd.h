@@ -165,6 +165,20 @@ inline void store_some(uint8_t* p, V v, int n) {
 #endif
 }
 
+// The first n bytes of a, then those of b, n a multiple of eight; what follows is anything. One store where there is an
+// instruction: a load from two of them would wait.
+template <class V>
+inline void store_side_by_side(uint8_t* p, V a, V b, int n) {
+    static_assert(sizeof(V) == 64, "");
+#if defined(__AVX512F__)
+    const int words = n / 8;
+    store(p, (V)_mm512_mask_expand_epi64((__m512i)a, (__mmask8)(((1 << words) - 1) << words), (__m512i)b));
+#else
+    store(p, a);
+    store(p + n, b);
+#endif
+}
+
 #if defined(__AVX512F__)
 // By intrinsics: GCC takes a conversion of what was a float vector apart, element by element.
 inline void store_bytes(uint8_t* p, vi x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x)); }
