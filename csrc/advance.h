@@ -156,7 +156,7 @@ inline bool is_in_bytes(const MlStorage& s, MlKind kind, const Span& span) {
 inline From stored_codes(const MlStorage& s, const Span& span) {
     if (is_packed(s, span)) return From::kTable;
     const bool in_groups = s.kind == ML_LINEAR && s.block == kGroup && s.bits == 4 && s.hidden == 4;
-    if (in_groups && !s.adjacent && !s.values && span.has_whole_chunks()) return From::kGroups;
+    if (in_groups && !s.adjacent && !s.values && span.has_even_chunks()) return From::kGroups;
     if (!has_chunk_scales(s, span) || s.adjacent || s.kind != ML_LINEAR) return From::kBuffer;
     const int form = s.bits * 10 + s.hidden;
     return form == 80 ? From::kBytes : form == 60 ? From::kSix : form == 44 ? From::kHidden : From::kBuffer;
@@ -208,7 +208,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     vi largest_target{}, largest_second{};
     ChunkWalk walk(span);
     const int all_chunks = span.chunks();
-    int start = 0;
+    int start = 0, groups_start = 0;
     ChunkScales weight_scales, first_scales;
     LogTables<kCarries> seconds_of;
     LogLevels second_levels;
@@ -216,7 +216,10 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
         const int k = chunk % kTogether;
         if (k == 0) {
             const int count = all_chunks - chunk < kTogether ? all_chunks - chunk : kTogether;
-            if (kWeightStored) weight_scales.read(task.weight, span, chunk, count);
+            if (kWeight == From::kGroups)
+                weight_scales.read_groups(task.weight, span, start), groups_start = start;
+            else if (kWeightStored)
+                weight_scales.read(task.weight, span, chunk, count);
             if (kPacked || kBytes) first_scales.read(task.first, span, chunk, count);
             if (kSecondPacked) seconds_of.make(task.second, span, chunk, count, c);
             if (kBytes) second_levels.read(task.second, span, chunk, count, c);
@@ -271,7 +274,8 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             const auto pair = [&](const uint8_t* codes, int i, bool two_bits) __attribute__((always_inline)) {
                 return packed_pair(codes, i, two_bits && !is_short);
             };
-            vi weight_peak{}, group_peaks[2]{};
+            // Of groups that end within a half of a chunk there is one at a time in either half; of a short chunk, all.
+            vi weight_peak{}, group_peaks[kChunk / kGroup]{};
             vf first_peak{};
             LogChunk statistics;
             for (int i = 0; i < half; i += kLanes) {
@@ -293,7 +297,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                         w = to_float(load_bytes(weight_codes + o) - weight_zero) * weight_scale;
                     else if (kInTwo)
                         w = to_float(joined<kFiner>(weight_pair >> 4 * j, finer_pair >> 4 * j) - weight_zero) *
-                            (kWeight == From::kGroups ? splat(weight_scales.of_group(k, o)) : weight_scale);
+                            (kWeight == From::kGroups ? splat(weight_scales[(e - groups_start) / kGroup]) : weight_scale);
                     else
                         w = load<vf>(b.w + e);
                     const vf g = kNarrow ? load_bf16(b.narrow_g + e) : load<vf>(b.g + e);
@@ -323,7 +327,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                     if (kPaysBack) pay_back(target, first, c);
                     store(b.w + e, target);
                     if (kWeight == From::kPlace) store(b.backup + e, w);
-                    vi& peak = kWeight == From::kGroups ? group_peaks[j] : weight_peak;
+                    vi& peak = kWeight != From::kGroups ? weight_peak : group_peaks[is_short ? o / kGroup : j];
                     peak = max(peak, bits(target) & 0x7FFFFFFF);  // infinity and NaN are above the numbers
                     store(b.m + e, first);
                     if (!kInjects) first_peak = larger_magnitude(first_peak, first);
@@ -332,12 +336,17 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                         may_be_zero ? statistics.add(bits(u.second), o) : statistics.add_positive(bits(u.second), o);
                     }
                 }
-                if (kWeight == From::kGroups && (i + kLanes) % kGroup == 0)  // the ends of two groups
+                if (kWeight == From::kGroups && !is_short && (i + kLanes) % kGroup == 0)  // the ends of two groups
                     for (int j = 0; j < 2; ++j) {
-                        b.weight_peaks[(chunk * kChunk + j * half + i) / kGroup] = from_bits(group_peaks[j]);
+                        b.weight_peaks[(start + j * half + i) / kGroup] = from_bits(group_peaks[j]);
                         weight_peak = max(weight_peak, group_peaks[j]), group_peaks[j] = vi{};
                     }
             }
+            if (kWeight == From::kGroups && is_short)
+                for (int j = 0; j < length / kGroup; ++j) {
+                    b.weight_peaks[start / kGroup + j] = from_bits(group_peaks[j]);
+                    weight_peak = max(weight_peak, group_peaks[j]);
+                }
             if (kWeight != From::kPlace && kWeight != From::kGroups) b.weight_peaks[chunk] = from_bits(weight_peak);
             largest_target = max(largest_target, weight_peak);
             if (!kInjects) b.first_peaks[chunk] = first_peak;

@@ -27,28 +27,29 @@ class ChunkScales {
   public:
     float operator[](int k) const { return scales_[k]; }
 
-    // Of the group of chunk k that element o of it belongs to: that of the finest levels.
-    float of_group(int k, int o) const { return scales_[k * kGroups + o / kGroup]; }
-
     // Of `count` chunks of a span from number `first` on.
     void read(const MlStorage& s, const Span& span, int first, int count) {
+        if (s.block == kChunk) return read_blocks(s, span, first, count, 1.0f);
         const int64_t index = metadata_index(s, span);
-        const bool in_groups = s.block == kGroup && span.has_whole_chunks();
-        if (s.block == kChunk || in_groups) {
-            const int per_chunk = in_groups ? kGroups : 1, blocks = count * per_chunk;
-            const float finest = in_groups ? 1.0f / (float)(1 << s.hidden) : 1.0f;
-            for (int k = 0; k < blocks; k += kLanes) {
-                const int some = blocks - k < kLanes ? blocks - k : kLanes;
-                store(scales_ + k, read_scales(s, span.row, index + first * per_chunk + k, some) * finest);
-            }
-            return;
-        }
         const int per_row = span.chunks_of_row();
         for (int k = 0; k < count; ++k) scales_[k] = read_scale(s, span.row, index + (first + k) / per_row);
     }
 
+    // Of all groups of kTogether chunks, the first of which starts at element `start` of the span: those of the finest levels.
+    void read_groups(const MlStorage& s, const Span& span, int start) {
+        const int left = (span.n - start) / kGroup, all = kTogether * kGroups;
+        read_blocks(s, span, start / kGroup, left < all ? left : all, 1.0f / (float)(1 << s.hidden));
+    }
+
   private:
     static constexpr int kGroups = kChunk / kGroup;
+
+    void read_blocks(const MlStorage& s, const Span& span, int first, int count, float unit) {
+        const int64_t index = metadata_index(s, span) + first;
+        for (int k = 0; k < count; k += kLanes)
+            store(scales_ + k, read_scales(s, span.row, index + k, count - k < kLanes ? count - k : kLanes) * unit);
+    }
+
     alignas(64) float scales_[kTogether * kGroups];
 };
 

@@ -1,7 +1,7 @@
 // Whole chunks of the formats that presets are made of, encoded and packed in registers: to the same bytes as `codec.h`.
 //
 // Contract: a chunk is whole, or the even end of a row (`Span::has_even_chunks`). It has one scale (or one block's metadata;
-// INT4 with hidden bits in whole chunks: or one for every kGroup elements); codes are signed integers of 2, 4, 6 or 8 bits,
+// INT4 with hidden bits: or one for every kGroup elements); codes are signed integers of 2, 4, 6 or 8 bits,
 // INT4 with four hidden bits, FP8, or logarithmic of 2, 4 or 8 bits. All else is `codec.h`'s.
 #pragma once
 
@@ -71,17 +71,17 @@ inline void pack_chunk_codes(const vi* codes, int length, uint8_t* data, uint8_t
     }
 }
 
-// One scaled chunk of kScales blocks. What rounding loses is injected into the moment, of which `peak` then has the largest
+// One scaled chunk, of one block or (kGroups) of groups. What rounding loses is injected into the moment, of which `peak` then has the largest
 // magnitudes. kPlain: all scales have plain units. kFits: no number lies beyond the outermost levels.
-template <class Grid, int kBits, int kHidden, int kScales, bool kStochastic, bool kInjects, bool kPlain, bool kFits>
+template <class Grid, int kBits, int kHidden, bool kGroups, bool kStochastic, bool kInjects, bool kPlain, bool kFits>
 inline void encode_scaled_chunk(const Grid& grid, const Metadata* blocks, const float* numbers, int length,
                                 const ChunkDraw& random, float* moment, vf share, vf& peak, uint8_t* data,
                                 uint8_t* hidden) {
     vi codes[kVectors];
     vf largest = peak;
-    const int vectors = length / kLanes / kScales;  // of a block
+    const int vectors = (kGroups ? kGroup : length) / kLanes;  // of a block
 #pragma GCC unroll 4
-    for (int k = 0; k < kScales; ++k) {
+    for (int k = 0; k < (kGroups ? length / kGroup : 1); ++k) {
         const vf scale = splat(blocks[k].scale * (1.0f / (float)(1 << kHidden)));
         vf power, inverse = splat(blocks[k].inverse);
         if (!kPlain) {
@@ -120,7 +120,7 @@ struct Chunks {  // of a span
 
 // Those of a span. What is known of all its blocks is no question of each: held scales leave a weight of one block or another
 // beyond its levels, and whose nobody foretells.
-template <class Grid, int kBits, int kHidden, int kScales, bool kStochastic, bool kInjects, bool kPlain, bool kFits>
+template <class Grid, int kBits, int kHidden, bool kGroups, bool kStochastic, bool kInjects, bool kPlain, bool kFits>
 inline void encode_scaled_chunks(const Grid& shared_grid, const Chunks& c) {
     // Copies, which no store below can change.
     const Grid grid = shared_grid;
@@ -138,45 +138,45 @@ inline void encode_scaled_chunks(const Grid& shared_grid, const Chunks& c) {
         const ChunkDraw random(kStochastic ? words[chunk] : 0, 0);
         vf& peak = peaks ? peaks[chunk] : unused;
         const auto encode = [&](int elements) __attribute__((always_inline)) {
-            encode_scaled_chunk<Grid, kBits, kHidden, kScales, kStochastic, kInjects, kPlain, kFits>(
+            encode_scaled_chunk<Grid, kBits, kHidden, kGroups, kStochastic, kInjects, kPlain, kFits>(
                 grid, blocks, x, elements, random, moment, share, peak, data, hidden);
         };
         kPlain && length == kChunk ? encode(kChunk) : encode(length);
         x += length, data += packed_offset(length, kBits - kHidden);
         if (kInjects) moment += length;
         if (kHidden) hidden += packed_offset(length, kHidden);
-        if (--left == 0) blocks += kScales, left = per_block;
+        if (--left == 0) blocks += kGroups ? length / kGroup : 1, left = per_block;
     }
 }
 
-template <class Grid, int kBits, int kHidden, int kScales, bool kStochastic, bool kInjects>
+template <class Grid, int kBits, int kHidden, bool kGroups, bool kStochastic, bool kInjects>
 inline void encode_scaled_chunks(const Grid& grid, const Chunks& c) {
     int32_t known = Metadata::kFits | Metadata::kPlain;
-    const int count = (c.span.chunks() + c.chunks_per_block() - 1) / c.chunks_per_block() * kScales;
+    const int count = kGroups ? c.span.n / kGroup : (c.span.chunks() + c.chunks_per_block() - 1) / c.chunks_per_block();
     for (int k = 0; k < count; ++k) known &= c.blocks[k].known;
     if (!(known & Metadata::kPlain))
-        encode_scaled_chunks<Grid, kBits, kHidden, kScales, kStochastic, kInjects, false, false>(grid, c);
+        encode_scaled_chunks<Grid, kBits, kHidden, kGroups, kStochastic, kInjects, false, false>(grid, c);
     else if (known & Metadata::kFits)
-        encode_scaled_chunks<Grid, kBits, kHidden, kScales, kStochastic, kInjects, true, true>(grid, c);
+        encode_scaled_chunks<Grid, kBits, kHidden, kGroups, kStochastic, kInjects, true, true>(grid, c);
     else
-        encode_scaled_chunks<Grid, kBits, kHidden, kScales, kStochastic, kInjects, true, false>(grid, c);
+        encode_scaled_chunks<Grid, kBits, kHidden, kGroups, kStochastic, kInjects, true, false>(grid, c);
 }
 
-template <class Grid, int kBits, int kHidden, int kScales = 1>
+template <class Grid, int kBits, int kHidden, bool kGroups = false>
 inline bool encode_scaled_chunks(const Grid& grid, const Chunks& c) {
     if (c.draw)
-        c.inject ? encode_scaled_chunks<Grid, kBits, kHidden, kScales, true, true>(grid, c)
-                 : encode_scaled_chunks<Grid, kBits, kHidden, kScales, true, false>(grid, c);
+        c.inject ? encode_scaled_chunks<Grid, kBits, kHidden, kGroups, true, true>(grid, c)
+                 : encode_scaled_chunks<Grid, kBits, kHidden, kGroups, true, false>(grid, c);
     else
-        c.inject ? encode_scaled_chunks<Grid, kBits, kHidden, kScales, false, true>(grid, c)
-                 : encode_scaled_chunks<Grid, kBits, kHidden, kScales, false, false>(grid, c);
+        c.inject ? encode_scaled_chunks<Grid, kBits, kHidden, kGroups, false, true>(grid, c)
+                 : encode_scaled_chunks<Grid, kBits, kHidden, kGroups, false, false>(grid, c);
     return true;
 }
 
 inline bool encode_scaled_chunks(const Chunks& c) {
     const MlStorage& s = c.s;
     if (!s.is_signed || s.adjacent || s.values || !c.span.has_even_chunks()) return false;
-    const bool in_groups = s.block == kGroup && s.bits == 4 && s.hidden == 4 && c.span.has_whole_chunks();
+    const bool in_groups = s.block == kGroup && s.bits == 4 && s.hidden == 4;
     if (s.block != kChunk && s.block != c.span.length && !in_groups) return false;
     if (s.kind == ML_MINIFLOAT && s.exponent_bits == 4 && s.mantissa_bits == 3)
         return encode_scaled_chunks<MinifloatGrid<4, 3, true>, 8, 0>(MinifloatGrid<4, 3, true>(s), c);
@@ -188,7 +188,7 @@ inline bool encode_scaled_chunks(const Chunks& c) {
         case 60: return encode_scaled_chunks<NarrowGrid, 6, 0>(grid, c);
         case 80: return encode_scaled_chunks<NarrowGrid, 8, 0>(grid, c);
         case 44:
-            return in_groups ? encode_scaled_chunks<NarrowGrid, 8, 4, kChunk / kGroup>(grid, c)
+            return in_groups ? encode_scaled_chunks<NarrowGrid, 8, 4, true>(grid, c)
                              : encode_scaled_chunks<NarrowGrid, 8, 4>(grid, c);
         default: return false;
     }

@@ -97,7 +97,7 @@ RuleFunction chunks(const MlTask& task, const Passage& how, const Occasion& at) 
             case From::kTable: return chunks<Rule, kRoot, From::kTable, Moments::kPacked>(task, at);
             case From::kBytes: return chunks<Rule, kRoot, From::kBytes, Moments::kPacked>(task, at);
             case From::kSix: return chunks<Rule, kRoot, From::kSix, Moments::kPacked>(task, at);
-            case From::kGroups: return injecting_chunks<Rule, kRoot, From::kGroups, true, Moments::kPacked, true>(task);
+            case From::kGroups: return chunks<Rule, kRoot, From::kGroups, Moments::kPacked>(task, at);
             case From::kHidden: return chunks<Rule, kRoot, From::kHidden, Moments::kPacked>(task, at);
             default: break;
         }
