@@ -43,7 +43,6 @@ class LogChunk {
     vi top() const { return top_; }
     vu lowest() const { return lowest_; }
     vu minima() const { return minima_[0]; }
-    vu folded_minima() const { return kLanes > kLogLanes ? min(minima_[0], partners<kLogLanes>(minima_[0])) : minima_[0]; }
 
     LogSummary summary(int rank) const {
         // A number that overflowed was stored as the largest one.
@@ -108,8 +107,13 @@ struct LogSummaries {
         if (rank == 0) {
             low = (vi)(fold_rows(count, minima, smaller) + 1u);
         } else if (rank == kLogLanes - 1) {
-            const auto folded = [=](int k) __attribute__((always_inline)) { return (vi)(chunks[k].folded_minima() + 1u); };
-            low = fold_rows(count, folded, larger);
+            // The smaller of places that are the same lane, the largest of the lanes.
+            const auto lanes = [&](int k) __attribute__((always_inline)) {
+                return (vi)(eight_of(k, count, minima, smaller) + 1u);
+            };
+            low = fold_eight(lanes, [&](auto distance, vi a, vi b) __attribute__((always_inline)) {
+                return meet<distance()>(a, b, larger);
+            });
         } else {
             vu largest = minima(0);
             for (int k = 1; k < count; ++k) largest = max(largest, minima(k));
