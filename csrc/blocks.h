@@ -70,7 +70,7 @@ struct Noted {
 // The scales of a span's blocks: those that `choose(peaks, first, count)` makes of their largest magnitudes. They are stored,
 // unless `dry`.
 template <class Choose>
-inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, const Noted& noted, Metadata* blocks,
+inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, const Noted& noted, BlockArrays& blocks,
                          bool dry, Choose&& choose) {
     const int64_t index = metadata_index(s, span);
     const vf* const of_chunks = noted.by_groups ? nullptr : noted.peaks;
@@ -79,11 +79,9 @@ inline void scale_blocks(const MlStorage& s, const Span& span, const float* x, c
         if (!dry) write_scales(s, span.row, index + first, scales, count);
         const vi fits = peaks <= scales * s.max_level;
         const vi are_plain = (scales >= 1.0f / Units::kFarthest) & (scales <= Units::kFarthest);
-        const vi known = (fits & Metadata::kFits) | (are_plain & Metadata::kPlain);
-        for (int k = 0; k < count; ++k) {
-            Metadata& block = blocks[first + k];
-            block.scale = scales[k], block.inverse = inverses[k], block.known = known[k];
-        }
+        store(blocks.scale + first, scales);
+        store(blocks.inverse + first, inverses);
+        store(blocks.known + first, (fits & Metadata::kFits) | (are_plain & Metadata::kPlain));
     };
     const auto larger = [](vf a, vf b) __attribute__((always_inline)) { return max(a, b); };
     if constexpr (kLanes >= kRows)
@@ -124,7 +122,7 @@ inline LogSummary log_summary(const MlStorage& s, const float* x, int length) {
 }
 
 // New metadata for whole blocks; it is stored.
-inline void fresh_blocks(const MlStorage& s, const Span& span, const float* x, const Noted& noted, Metadata* blocks) {
+inline void fresh_blocks(const MlStorage& s, const Span& span, const float* x, const Noted& noted, BlockArrays& blocks) {
     if (s.kind != ML_LOG)
         return scale_blocks(s, span, x, noted, blocks, false, [&](vf peaks, int, int) {
             return scale_for(s, peaks, scale_unit(s, span.row));
@@ -140,7 +138,7 @@ inline void fresh_blocks(const MlStorage& s, const Span& span, const float* x, c
         [&](int first, int count) {
             const LogBlocks fresh(s, tops, lows, zeros);
             fresh.write(s, index + first, count);
-            for (int k = 0; k < count; ++k) blocks[first + k].log = fresh[k];
+            for (int k = 0; k < count; ++k) blocks.log[first + k] = fresh[k];
         });
 }
 

@@ -74,7 +74,7 @@ inline void pack_chunk_codes(const vi* codes, int length, uint8_t* data, uint8_t
 // One scaled chunk, of one block or (kGroups) of groups. What rounding loses is injected into the moment, of which `peak` then has the largest
 // magnitudes. kPlain: all scales have plain units. kFits: no number lies beyond the outermost levels.
 template <class Grid, int kBits, int kHidden, bool kGroups, bool kStochastic, bool kInjects, bool kPlain, bool kFits>
-inline void encode_scaled_chunk(const Grid& grid, const Metadata* blocks, const float* numbers, int length,
+inline void encode_scaled_chunk(const Grid& grid, const Blocks& blocks, int first, const float* numbers, int length,
                                 const ChunkDraw& random, float* moment, vf share, vf& peak, uint8_t* data,
                                 uint8_t* hidden) {
     vi codes[kVectors];
@@ -82,10 +82,10 @@ inline void encode_scaled_chunk(const Grid& grid, const Metadata* blocks, const 
     const int vectors = (kGroups ? kGroup : length) / kLanes;  // of a block
 #pragma GCC unroll 4
     for (int k = 0; k < (kGroups ? length / kGroup : 1); ++k) {
-        const vf scale = splat(blocks[k].scale * (1.0f / (float)(1 << kHidden)));
-        vf power, inverse = splat(blocks[k].inverse);
+        const vf scale = splat(blocks.scale[first + k] * (1.0f / (float)(1 << kHidden)));
+        vf power, inverse = splat(blocks.inverse[first + k]);
         if (!kPlain) {
-            const Units units(blocks[k].scale, kHidden);
+            const Units units(blocks.scale[first + k], kHidden);
             power = splat(units.power), inverse = splat(units.inverse);
         }
 #pragma GCC unroll 8
@@ -111,7 +111,7 @@ struct Chunks {  // of a span
     const Span& span;
     const float* x;
     const Draw& draw;
-    const Metadata* blocks;
+    Blocks blocks;
     const Injection& inject;
     uint8_t *data, *hidden;
 
@@ -128,24 +128,24 @@ inline void encode_scaled_chunks(const Grid& shared_grid, const Chunks& c) {
     const float* x = c.x;
     const uint64_t* const words = c.draw.words;
     uint8_t *data = c.data, *hidden = c.hidden;
-    const Metadata* blocks = c.blocks;
+    const Blocks blocks = c.blocks;
     float* moment = c.inject.moment;
     const vf share = c.inject.share;
     vf unused{}, *peaks = kInjects ? c.inject.peaks : nullptr;
     ChunkWalk walk(c.span);
-    for (int chunk = 0, left = per_block; chunk < chunks; ++chunk, walk.next()) {
+    for (int chunk = 0, block = 0, left = per_block; chunk < chunks; ++chunk, walk.next()) {
         const int length = walk.length();
         const ChunkDraw random(kStochastic ? words[chunk] : 0, 0);
         vf& peak = peaks ? peaks[chunk] : unused;
         const auto encode = [&](int elements) __attribute__((always_inline)) {
             encode_scaled_chunk<Grid, kBits, kHidden, kGroups, kStochastic, kInjects, kPlain, kFits>(
-                grid, blocks, x, elements, random, moment, share, peak, data, hidden);
+                grid, blocks, block, x, elements, random, moment, share, peak, data, hidden);
         };
         kPlain && length == kChunk ? encode(kChunk) : encode(length);
         x += length, data += packed_offset(length, kBits - kHidden);
         if (kInjects) moment += length;
         if (kHidden) hidden += packed_offset(length, kHidden);
-        if (--left == 0) blocks += kGroups ? length / kGroup : 1, left = per_block;
+        if (--left == 0) block += kGroups ? length / kGroup : 1, left = per_block;
     }
 }
 
@@ -153,7 +153,7 @@ template <class Grid, int kBits, int kHidden, bool kGroups, bool kStochastic, bo
 inline void encode_scaled_chunks(const Grid& grid, const Chunks& c) {
     int32_t known = Metadata::kFits | Metadata::kPlain;
     const int count = kGroups ? c.span.n / kGroup : (c.span.chunks() + c.chunks_per_block() - 1) / c.chunks_per_block();
-    for (int k = 0; k < count; ++k) known &= c.blocks[k].known;
+    for (int k = 0; k < count; ++k) known &= c.blocks.known[k];
     if (!(known & Metadata::kPlain))
         encode_scaled_chunks<Grid, kBits, kHidden, kGroups, kStochastic, kInjects, false, false>(grid, c);
     else if (known & Metadata::kFits)

@@ -112,14 +112,14 @@ inline void decode_scaled(const Grid& grid, const MlStorage& s, const Span& span
 
 template <bool kStochastic, class Grid>
 inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span, const float* x, const Draw& draw,
-                          const Metadata* blocks, const Codes& codes, const Injection& inject) {
+                          const Blocks& blocks, const Codes& codes, const Injection& inject) {
     uint8_t *const visible = codes.visible, *const finer = codes.hidden;
     const int hidden = s.hidden, zero_code = s.zero_code;
     const bool is_signed = s.is_signed;
     for_each_run(span, s.block, [&](int e, int length, int block, Place place) {
         const ChunkDraw random = kStochastic ? draw.at(place.chunk, place.element) : ChunkDraw{};
         vf peak{};
-        const float scale = blocks[block].scale, unit = scale * (1.0f / (float)(1 << hidden));
+        const float scale = blocks.scale[block], unit = scale * (1.0f / (float)(1 << hidden));
         const Units units(scale, hidden);
         for (int i = 0; i < length; i += kLanes) {
             vi code;
@@ -139,11 +139,11 @@ inline void encode_scaled(const Grid& grid, const MlStorage& s, const Span& span
 }
 
 template <int kRounding>
-inline void encode_log(const MlStorage& s, const Span& span, const float* x, const Draw& draw, const Metadata* blocks,
+inline void encode_log(const MlStorage& s, const Span& span, const float* x, const Draw& draw, const Blocks& blocks,
                        const Codes& codes) {
     uint8_t* const visible = codes.visible;
     for_each_run(span, s.block, [&](int e, int length, int block, Place place) {
-        const LogGrid grid(blocks[block].log, s.bits);
+        const LogGrid grid(blocks.log[block], s.bits);
         const bool draws = kRounding != ML_NEAREST;
         const ChunkDraw random = draws ? draw.at(place.chunk, place.element) : ChunkDraw{};
         for (int i = 0; i < length; i += kLanes)
@@ -208,7 +208,7 @@ inline void decode(const MlStorage& s, int64_t cols, const Span& span, Codes cod
 // Stores a span; `blocks` is its metadata (scaled formats), `draw` its random numbers (none: to nearest).
 // What rounding loses is injected; with `dry` nothing is stored.
 inline void encode(const MlStorage& s, int64_t cols, const Span& span, const float* x, const Draw& draw,
-                   const Metadata* blocks, Codes codes, Injection inject = {}, bool dry = false) {
+                   const Blocks& blocks, Codes codes, Injection inject = {}, bool dry = false) {
     const int64_t at = span.row * cols + span.col;
     if (s.kind == ML_BFLOAT16) {
         uint16_t* out = dry ? (uint16_t*)codes.visible : (uint16_t*)s.values + at;

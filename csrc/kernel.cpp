@@ -198,15 +198,16 @@ void encode_all(const MlStorage& s, int64_t rows, int64_t cols, const void* in, 
 #pragma omp for schedule(static)
         for (int64_t unit = 0; unit < units; ++unit) {
             const int64_t row = unit / per_row, col = unit % per_row * length, n = std::min(length, cols - col);
+            Metadata of_all;
             if (n > kMaxSpan) {  // one block: its metadata needs a look at all of it first
                 Summary summary(s, n);
                 for_each_part(row, col, n, [&](const Span& span) { summary.add(work.w, span.n); });
-                work.blocks[0] = summary.fresh();
-                write_metadata(s, row, row, work.blocks[0]);
+                of_all = summary.fresh();
+                write_metadata(s, row, row, of_all);
             }
             for_each_part(row, col, n, [&](const Span& span) {
                 if (n <= kMaxSpan) fresh_blocks(s, span, work.w, Noted{}, work.blocks);
-                encode(s, cols, span, work.w, Draw{}, work.blocks, work.codes());
+                encode(s, cols, span, work.w, Draw{}, n <= kMaxSpan ? Blocks(work.blocks) : Blocks(of_all), work.codes());
             });
         }
     }

@@ -2,9 +2,26 @@
 #pragma once
 
 #include "log_code.h"
+#include "span.h"
 
 namespace masterless {
 inline namespace MASTERLESS_ISA {
+
+// What is known of some blocks, number by number: what is computed for a vector of them is stored as one.
+struct Blocks {
+    const float *scale = nullptr, *inverse = nullptr;
+    const int32_t* known = nullptr;
+    const LogBlock* log = nullptr;
+};
+
+struct BlockArrays {
+    static constexpr int kLength = kMaxBlocks + kLanes;  // whole vectors from any block on
+    alignas(64) float scale[kLength], inverse[kLength];
+    int32_t known[kLength];
+    LogBlock log[kLength];
+
+    operator Blocks() const { return {scale, inverse, known, log}; }
+};
 
 struct Metadata {  // of one block
     static constexpr int32_t kFits = 1;   // no number of the block lies beyond the outermost levels
@@ -13,6 +30,8 @@ struct Metadata {  // of one block
     float inverse = 0.0f;  // 1 / scale, on the finest grid
     int32_t known = 0;     // kFits, kPlain
     LogBlock log;
+
+    operator Blocks() const { return {&scale, &inverse, &known, &log}; }
 };
 
 // `scale` for numbers up to `absmax`.

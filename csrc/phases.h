@@ -39,7 +39,7 @@ class Phases {
         phases.add("decoding, rule, random numbers", [&] { p.target(s); });
         p.decode_weight(s);
         if (is_scaled(t.weight)) phases.add("scales of the weight", [&] { p.weight_blocks(s, false); });
-        const Metadata* const blocks = p.weight_blocks(s, false);
+        const Blocks blocks = p.weight_blocks(s, false);
         phases.add(p.inject_ ? "rounding of the weight, injection" : "rounding of the weight",
                    [&] { p.round_weight(s, blocks, false); });
         p.load_gradient(s);

@@ -254,8 +254,8 @@ class Pipeline {
         const bool by_chunks =
             stores_second && !known.second && are_log_chunks(t_.second, s, noted_second_.statistics, second_draw_);
         if (by_chunks) fresh_log_chunks(t_.second, s, b_.v, noted_second_.statistics, b_.second_blocks);
-        if (stores_weight_) round_weight(s, known.weight, false);
-        const Metadata* of_first = nullptr;
+        if (stores_weight_) round_weight(s, known.weight ? Blocks(*known.weight) : weight_blocks(s, false), false);
+        Blocks of_first;
         if (stores_first_) of_first = moment_blocks(t_.first, s, b_.m, noted_first_, known.first, b_.first_blocks);
         if (by_chunks)
             encode_log_chunks(t_.second, s, b_.v, second_draw_, b_.second_blocks);
@@ -266,9 +266,8 @@ class Pipeline {
     }
 
     // Stores the target (unless `dry`), and injects what rounding lost into the first moment.
-    void round_weight(const Span& s, const Metadata* known, bool dry) {
+    void round_weight(const Span& s, const Blocks& blocks, bool dry) {
         const MlStorage& weight = t_.weight;
-        const Metadata* blocks = known ? known : weight_blocks(s, false);
         Injection inject = inject_ ? Injection{b_.m, splat(t_.inject)} : Injection{};
         if (inject && noted_first_.peaks) {
             if (is_scaled(weight) && !weight.values) {
@@ -290,9 +289,9 @@ class Pipeline {
     }
 
     // The weight's scales under its policy; stored, unless `dry`.
-    const Metadata* weight_blocks(const Span& s, bool dry) {
+    Blocks weight_blocks(const Span& s, bool dry) {
         const MlStorage& weight = t_.weight;
-        if (!is_scaled(weight)) return nullptr;
+        if (!is_scaled(weight)) return {};
         const int64_t first = metadata_index(weight, s);
         scale_blocks(weight, s, b_.w, noted_weight_, b_.blocks, dry, [&](vf peaks, int at, int count) {
             const vf held = read_scales(weight, s.row, first + at, count);
@@ -302,9 +301,9 @@ class Pipeline {
     }
 
     // The metadata of a moment's blocks: what is known of it, or new and stored.
-    const Metadata* moment_blocks(const MlStorage& moment, const Span& s, const float* x, const Noted& noted,
-                                  const Metadata* known, Metadata* fresh) {
-        if (known) return known;
+    Blocks moment_blocks(const MlStorage& moment, const Span& s, const float* x, const Noted& noted, const Metadata* known,
+                         BlockArrays& fresh) {
+        if (known) return *known;
         if (is_scaled(moment)) fresh_blocks(moment, s, x, noted, fresh);
         return fresh;
     }
@@ -364,7 +363,7 @@ class Pipeline {
     }
 
     void round_weight_dry(const Span& s, const Metadata* known) {
-        round_weight(s, known ? known : weight_blocks(s, true), true);
+        round_weight(s, known ? Blocks(*known) : weight_blocks(s, true), true);
     }
 
     MlTask& t_;

@@ -6,12 +6,10 @@
 namespace masterless {
 inline namespace MASTERLESS_ISA {
 
-constexpr int kMaxSpan = 8192;  // elements in the buffers at once
 // Elements that are stepped together when tiles are short, and of short rows. A span has costs of its own, which weigh more
 // than that its buffers are in the L2 cache, mostly.
 constexpr int kSpan = 6144;
 constexpr int kStrip = 1024;  // elements that are only looked at or converted: they stay in the L1 cache
-constexpr int kMaxBlocks = kMaxSpan / 16;
 constexpr int kMaxChunks = kMaxSpan / kChunk;  // of a long row, and of short ones that are stepped together
 
 // The buffers of a thread. They lie as close together as the spans of a task allow: far apart, even if they all fit, some
@@ -19,7 +17,7 @@ constexpr int kMaxChunks = kMaxSpan / kChunk;  // of a long row, and of short on
 struct Workspace {
     float *g, *w, *m, *v;
     uint8_t *visible, *hidden;
-    Metadata blocks[kMaxBlocks], first_blocks[kMaxBlocks];
+    BlockArrays blocks, first_blocks;
     LogBlocks second_blocks[kMaxChunks / kRows];
     vf weight_peaks[kMaxSpan / kGroup], first_peaks[kMaxChunks];
     LogChunk second_statistics[kMaxChunks];
