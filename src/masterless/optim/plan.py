@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 PLAIN = {torch.float32: parse("fp32"), torch.bfloat16: parse("bf16")}
 _address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
-_shape = attrgetter("shape")
+_shape, _grad = attrgetter("shape"), attrgetter("grad")
 
 
 class StepPlan:
@@ -153,7 +153,7 @@ class StepPlan:
     ) -> tuple[Sequence[Member], Sequence[Tensor]]:
         """The members with a gradient, and their gradients as dense memory; all are checked before anything moves."""
         with torch._C.DisableTorchFunctionSubclass():  # a subclass's attributes are slow calls otherwise
-            grads: list[Any] = [p.grad for _, p, _ in members]
+            grads: list[Any] = [*map(_grad, self._parameters(members))]
             types = {*map(type, grads)}
             if type(None) in types:
                 members = [member for member, grad in zip(members, grads, strict=True) if grad is not None]
@@ -170,6 +170,11 @@ class StepPlan:
         self.addresses = []
         checked = [_checked_gradient(optimizer, member, grad) for member, grad in zip(members, grads, strict=True)]
         return members, checked
+
+    def _parameters(self, members: Sequence[Member]) -> Sequence[Tensor]:
+        watch = self.batch.watch if self.batch is not None else None
+        known = watch is not None and watch.are_members(members)
+        return watch.parameters if watch is not None and known else [p for _, p, _ in members]
 
     def _fit(self, members: Sequence[Member], grads: Sequence[Tensor]) -> bool:
         """Whether gradients have the shapes of their parameters, as far as nobody changes one of these afterwards."""

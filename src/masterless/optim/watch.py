@@ -70,18 +70,18 @@ class Watch:
 
     def __init__(self, optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> None:
         self._members = members
-        self._groups, self._parameters, names = zip(*members, strict=True)
+        self._groups, self.parameters, names = zip(*members, strict=True)
         self._names = [*names]
         self._distinct = [*{id(group): group for group in self._groups}.values()]
         self._settings = [_settings(optimizer, group) for group in self._distinct]
         self._grads = [*map(_dtype, grads)]
         every = optimizer.state if len(members) > 1 else {}
         self._owners, self._states = [*every], [*every.values()]
-        self._own_states = [optimizer.state[p] for p in self._parameters]
+        self._own_states = [optimizer.state[p] for p in self.parameters]
         self._keys = [*chain.from_iterable(self._own_states)]
         self._values = [*chain.from_iterable(map(dict.values, self._own_states))]
-        self._quantized = [p for p in self._parameters if isinstance(p, QuantizedTensor)]
-        self._dense = [p for p in self._parameters if not isinstance(p, QuantizedTensor)]
+        self._quantized = [p for p in self.parameters if isinstance(p, QuantizedTensor)]
+        self._dense = [p for p in self.parameters if not isinstance(p, QuantizedTensor)]
         self._storages = [*map(_stored, self._quantized)]
         # Of a moment's own counters, which are read as tensors, the identity says everything.
         self._tensors = [t for key, t in zip(self._keys, self._values, strict=True) if not key.endswith(COUNTERS)]
@@ -95,7 +95,7 @@ class Watch:
             raise TypeError("described are only tensors that are contiguous")
         self._dense_shapes = [*map(_shape, self._dense)]
         with torch._C.DisableTorchFunctionSubclass():  # a subclass's attributes are slow calls otherwise
-            self.shapes = [*map(_shape, self._parameters)]
+            self.shapes = [*map(_shape, self.parameters)]
 
     @classmethod
     def of(cls, optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> Watch | None:
@@ -127,12 +127,12 @@ class Watch:
 
     def _had_members(self, members: Sequence[Member]) -> bool:
         groups, parameters, names = zip(*members, strict=True)
-        return _same(parameters, self._parameters) and _same(groups, self._groups) and [*names] == self._names
+        return _same(parameters, self.parameters) and _same(groups, self._groups) and [*names] == self._names
 
     def _has_states(self, state: dict[Tensor, dict[str, Any]]) -> bool:
         """Whether the parameters have the very dictionaries that they had."""
-        if len(self._parameters) == 1:
-            return state.get(self._parameters[0]) is self._own_states[0]
+        if len(self.parameters) == 1:
+            return state.get(self.parameters[0]) is self._own_states[0]
         # A tensor's hash is a slow call, so the dictionary is walked and not asked for each.
         return _same([*state], self._owners) and _same([*state.values()], self._states)
 
