@@ -198,7 +198,7 @@ def _linear_codes(x: Tensor, inverse: Tensor, format: Format, u: Tensor | None) 
 
     def within(bits: Tensor, base: float) -> Tensor:
         """What lies beyond the outermost levels, found in the bits of the sums, which have the order of the sums."""
-        ends = torch.tensor([base - (limit if format.signed else 0.0), base + limit])
+        ends = torch.tensor([base - (limit if format.signed else 0.0), base + limit], dtype=torch.float32)
         low, high = float_bits(ends).tolist()
         return bits.clamp(low, high)
 
