@@ -12,8 +12,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 from benchmarks import gpu_compile  # noqa: E402
 
 LIMITS = {
-    ("int4, int4/log2, injected", "sm_90"): 160.0,
-    ("int4+4, int2/factored", "sm_90"): 105.0,
+    ("int4, int4/log2, injected", "sm_90"): 131.0,
+    ("int4+4, int2/factored", "sm_90"): 81.0,
 }
 GROWTH = 1.02  # another ptxas may place an instruction more; a change of a kernel that costs more is meant to be seen
 BY_NAME = {kernel.name: kernel for kernel in gpu_compile.kernels()}
@@ -48,8 +48,10 @@ def test_every_kernel_has_been_compiled_for_every_target_and_spills_nothing():
 
 
 def check_ptx(ptx: str) -> None:
-    """No approximate operation, and no fused multiply-add."""
-    assert not re.findall(r"\bfma\.", ptx)
+    """No approximate operation, and no fused multiply-add but `numbers.fma`: fp32 (or a pair of it), denormals kept."""
+    assert set(re.findall(r"\bfma\.[.\w]+", ptx)) <= {"fma.rn.f32", "fma.rn.f32x2"}
+    products_and_sums = re.findall(r"\b(?:mul|add|sub)(?:\.\w+)*\.f32(?:x2)?\b", ptx)
+    assert all(".rn." in operation for operation in products_and_sums)  # which is also what keeps them apart
     for approximate in ("div.full", "div.approx", "sqrt.approx", "rsqrt.approx", "rcp.approx", "ex2.approx"):
         assert approximate not in ptx
     assert set(re.findall(r"\b(\w+)(?:\.\w+)*\.ftz\b", ptx)) <= {"cvt"}  # floor, where it does not show

@@ -18,13 +18,16 @@ os.environ["TRITON_INTERPRET"] = "1"
 import kernel_cases
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from kernel_cases import SECONDS, WEIGHTS, Case, covering
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 import masterless
+from masterless.backends.triton import numbers
 from masterless.backends.triton.backend import TritonBackend
-from masterless.formats import parse
+from masterless.formats import arithmetic, parse
 from masterless.formats.storage import Storage
 from masterless.lab.bench import parity
 from masterless.step import dispatch
@@ -103,6 +106,48 @@ def inverse_roots() -> None:
         groups = {rule: {**kernel_cases.GROUPS[rule], "eps": eps} for rule in rules}
         with mock.patch.dict(kernel_cases.GROUPS, groups):
             check([Case(r, "int4", "fp32", v, (3, 128), gradients="mixed") for r in rules for v in seconds])
+
+
+@triton.jit
+def _arithmetic_kernel(a, b, c, sums, roots, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(a + i)
+    tl.store(sums + i, numbers.fma(x, tl.load(b + i), tl.load(c + i)))
+    tl.store(roots + i, numbers.inverse_root(tl.abs(x)))
+
+
+def sums_of_products() -> None:
+    """The interpreter has no fused multiply-add of its own: ours is the specification's, and so are inverse roots.
+
+    Numbers of few bits make sums that are halves of a last place; a bit far below them then decides.
+    """
+    generator = torch.Generator().manual_seed(0)
+    n = 1 << 15
+
+    def drawn(bits: int, spread: int) -> torch.Tensor:
+        whole = torch.randint(1 - (1 << bits), 1 << bits, (n,), generator=generator)
+        return whole * torch.exp2(torch.randint(-spread, spread + 1, (n,), generator=generator).float())
+
+    sign = torch.sign(drawn(2, 0) + 0.5)
+    one, tie = sign * (1.0 + drawn(22, 0).abs() * 2.0**-22), [2.0**-12 * (1.0 + drawn(2, 0) * 2.0**-23) for _ in "ab"]
+    ends = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 3e38, -3e38, 2.0**-149, 2.0**-126, 1.0])
+    some = [ends[torch.randint(len(ends), (n,), generator=generator)] for _ in range(3)]
+    bits = [torch.randint(-(2**31), 2**31, (n,), generator=generator).to(torch.int32) for _ in range(3)]
+    for a, b, c in (
+        (drawn(24, 20), drawn(24, 20), drawn(24, 40)),
+        (drawn(4, 20), drawn(4, 20), drawn(24, 20)),
+        (tie[0], tie[1], one),
+        (tie[0], tie[1], one + 2.0**-23),
+        (drawn(24, 10) * 2.0**-80, drawn(24, 10) * 2.0**-80, drawn(24, 10) * 2.0**-140),
+        (some[0], some[1], some[2]),
+        (bits[0].view(torch.float32), bits[1].view(torch.float32), bits[2].view(torch.float32)),
+    ):
+        sums, roots = torch.empty(2, n)
+        with np.errstate(all="ignore"):
+            _arithmetic_kernel[(1,)](a, b, c, sums, roots, n)
+        for found, expected in ((sums, arithmetic.fma(a, b, c)), (roots, arithmetic.inverse_root(a.abs()))):
+            ours, theirs = (torch.where(x.isnan(), 7.0, x).view(torch.int32) for x in (found, expected))
+            assert torch.equal(found.isnan(), expected.isnan()) and torch.equal(ours, theirs)
 
 
 def decoding() -> None:
@@ -302,7 +347,7 @@ SUITES = {
     "covering": lambda count: check(covering(count)),
     "hostile": lambda count: check(hostile(count)),
     "rows": lambda count: check(long_rows()),
-    "roots": lambda count: inverse_roots(),
+    "roots": lambda count: (sums_of_products(), inverse_roots()),
     "decoding": lambda count: (decoding(), every_code()),
     "stopping": lambda count: stopping(),
     "optimizing": lambda count: optimizing(),

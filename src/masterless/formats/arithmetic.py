@@ -1,4 +1,4 @@
-"""Arithmetic to the bit: denormal numbers are numbers whatever the program around has asked for; sums of products, roots."""
+"""Arithmetic to the bit: denormal numbers are numbers whatever a program has asked for; sums of products, roots."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def number(x: float) -> Tensor:
 def fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
     """``a * b + c`` of fp32 numbers, rounded once: what processors have an instruction for.
 
-    In double precision the product is exact and the sum is not. Rounded again, to fp32, it could come out wrong where it
-    had landed halfway between two numbers; so what the sum lost makes its last bit odd first, which no half is.
+    In double precision the product is exact and the sum is not. Rounded again, to fp32, it could come out wrong where
+    it had landed halfway between two numbers; so what the sum lost makes its last bit odd first, which no half is.
     """
     product = a.to(torch.float64) * (b if isinstance(b, Tensor) else number(b)).to(torch.float64)
     term = c.to(torch.float64)
@@ -80,8 +80,8 @@ def inverse_root(x: Tensor) -> Tensor:
     """``1 / sqrt(x)`` of non-negative fp32 numbers in units of `ROOT_UNIT`, within 0.07%.
 
     A guess from the float bits and one step of Newton's: five cheap operations, where a root and a division keep a
-    processor busy for as long as all the rest of a step. Constants by Kadlec, who balanced the errors; the unit is one of
-    them, and goes into numbers that a step multiplies by anyway. Of denormal numbers and zero it is too little.
+    processor busy for as long as all the rest of a step. Constants by Kadlec, who balanced the errors; the unit is one
+    of them, and goes into numbers that a step multiplies by anyway. Of denormal numbers and zero it is too little.
     """
     y = bits_float(0x5F1FFFF9 - (float_bits(x) >> 1))
     return y * fma(-(x * y), y, number(1.68191391 / ROOT_UNIT))

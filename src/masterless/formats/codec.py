@@ -7,8 +7,8 @@ Contract:
     * **Scaled formats**: scale = absmax / max_level, rounded *up* to its stored kind, so that nothing is
       clipped (the dynamic maps end at -0.55 ... -0.99, so negative numbers count for more in their absmax); numbers
       are normalised by the scale as stored: ``t = x * (1 / scale)``, ``value = level * scale``. (Where the scale is
-      below 2^-100 or above 2^100, both are multiplied by 2^100 or 2^-100 first, for a normal reciprocal. On linear grids
-      t is not rounded by itself: it is added to a number that leaves it so many bits, and that sum is rounded once.)
+      below 2^-100 or above 2^100, both are multiplied by 2^100 or 2^-100 first, for a normal reciprocal. On linear
+      grids t is not rounded by itself: it is added to a number that leaves it so many bits, and the sum is rounded.)
       ``level * scale`` is exact for linear and floating formats: a decoded number encodes to the very same code
       under the same scale, with either rounding. (For the dynamic maps, whose levels are decimal fractions, that
       holds for nearest rounding, and for stochastic rounding in all but the two most extreme dithers of 65536.)

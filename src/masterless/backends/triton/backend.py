@@ -3,7 +3,7 @@
 Contract:
     * One launch per kind of step for all tensors, preceded by the few that statistics of whole parameters need; the
       host does not wait for any of them.
-    * Contraction is switched off in every launch: a fused multiply-add would round once, not twice.
+    * Contraction is switched off in every launch: products and sums are fused where the specification says so (`fma`).
     * Triton is imported with the first task, so that nothing changes for those who have no GPU.
 """
 

@@ -21,14 +21,15 @@ from masterless.backends.triton.numbers import (
     as_code,
     as_float,
     float_bits,
+    fma,
     fresh_scale,
     from_bits,
     magnitude_bits,
     nearest_whole,
-    over_scale,
     scale_of,
     stored_scale,
     threshold,
+    units,
     weighed_bits,
     widened,
 )
@@ -116,7 +117,11 @@ def peaks(x, geometry, CODEC: tl.constexpr, STEP: tl.constexpr):
 @triton.jit
 def moment_scale(x, geometry, CODEC: tl.constexpr, STEP: tl.constexpr):
     """The scales of a moment: always fresh."""
-    return fresh_scale(from_bits(peaks(x, geometry, CODEC, STEP)), 1.0, CODEC)
+    if CODEC.negative == 1.0:  # as floats, whose signs can be left out for nothing
+        peak = over_block(where_present(tl.abs(x), 0.0, geometry, STEP.ragged), CODEC.block, STEP.run, True)
+    else:
+        peak = from_bits(peaks(x, geometry, CODEC, STEP))
+    return fresh_scale(peak, 1.0, CODEC)
 
 
 # --- plain and scaled formats ------------------------------------------------------------------------------------
@@ -171,14 +176,37 @@ def _table_codes(t, random, s, CODEC: tl.constexpr):
 
 
 @triton.jit
+def _linear_codes(x, power, inverse, random, CODEC: tl.constexpr, FITS: tl.constexpr):
+    """As `codec._linear_codes`, and what the codes stand for in quanta, as floats.
+
+    Beyond the ends numbers are rounded to the end; an unsigned format has no zero for a positive number.
+    """
+    inverse = inverse * (2.0**CODEC.hidden)
+    one: tl.constexpr = 1 << CODEC.fraction
+    if CODEC.random:
+        base_and_below_ring = from_bits((random[1] >> (16 - CODEC.fraction)) + CODEC.base_bits)
+        bits = float_bits(fma(x * power, inverse, base_and_below_ring)) + (random[0] >> (15 - CODEC.fraction))
+    else:
+        bits = float_bits(fma(x * power, inverse, tl.full((), CODEC.base, tl.float32)))
+    if not CODEC.signed:
+        bits = tl.maximum(bits, tl.where(x > 0.0, CODEC.lowest_bits + one, CODEC.lowest_bits))
+    elif not FITS:
+        bits = tl.maximum(bits, CODEC.lowest_bits)
+    if not FITS:
+        bits = tl.minimum(bits, CODEC.highest_bits)
+    index = from_bits(bits & -one) - CODEC.base
+    codes = bits >> CODEC.fraction
+    if CODEC.bits == 8 and not FITS:  # from the index, which is used as well: that takes fewer registers
+        codes = as_code(index, CODEC.zero_code)
+    elif not CODEC.whole_bytes:
+        codes = codes & ((1 << (CODEC.bits + CODEC.hidden)) - 1)
+    return codes, index
+
+
+@triton.jit
 def _whole(fine, x, random, CODEC: tl.constexpr):
     """Numbers of quanta as whole numbers, as floats; an unsigned format has no zero for a positive number."""
-    if CODEC.random and CODEC.kind == "linear":
-        base = 2.0 ** (23 - CODEC.fraction) + CODEC.zero_code
-        base_and_below_ring = from_bits((random[1] >> (16 - CODEC.fraction)) + CODEC.base_bits)
-        sum = float_bits(fine + base_and_below_ring) + (random[0] >> (15 - CODEC.fraction))
-        index = from_bits(sum & -(1 << CODEC.fraction)) - base
-    elif CODEC.random:
+    if CODEC.random:
         index = tl.ceil(fine - threshold(random))
     else:
         index = nearest_whole(fine)
@@ -188,21 +216,13 @@ def _whole(fine, x, random, CODEC: tl.constexpr):
 
 
 @triton.jit
-def _within(t, CODEC: tl.constexpr, LIMIT: tl.constexpr, FITS: tl.constexpr):
-    """Beyond the ends a number is rounded to the end, with either rounding; FITS: none lies there."""
-    if FITS:
-        return t
-    else:
-        return tl.minimum(tl.maximum(t, -LIMIT if CODEC.signed else 0.0), LIMIT)
-
-
-@triton.jit
 def _minifloat_codes(t, x, random, CODEC: tl.constexpr, FITS: tl.constexpr):
     """As `codec._codebook_codes` where levels are small floats: whole numbers of the quantum of their binade.
 
     The quantum is a power of two, so numbers in units of it round as the numbers themselves do.
     """
-    t = _within(t, CODEC, CODEC.max_level, FITS)
+    if not FITS:
+        t = tl.minimum(tl.maximum(t, -CODEC.max_level if CODEC.signed else 0.0), CODEC.max_level)
     exponent = tl.maximum(magnitude_bits(t) >> 23, CODEC.lowest)
     index = _whole(t * from_bits((254 + CODEC.mantissa - exponent) << 23), x, random, CODEC)
     codes = tl.abs(index).to(tl.int32) + ((exponent - CODEC.lowest) << CODEC.mantissa)
@@ -229,16 +249,15 @@ def _minifloat_level(code, CODEC: tl.constexpr):
 def encode(x, scale, random, s, CODEC: tl.constexpr, FITS: tl.constexpr):
     """Codes on the finest grid of values under these scales, and what they stand for in units of the scale.
 
-    FITS: no value is larger than the scales allow for. Of codes only the lowest 16 bits count.
+    FITS: no value is larger than the scales allow for. Codes of whole bytes may have other bits above the eighth.
     """
-    t = over_scale(x, scale)
+    power, inverse = units(scale)
     if CODEC.kind == "linear":
-        index = _whole(_within(t * (2.0**CODEC.hidden), CODEC, CODEC.limit, FITS), x, random, CODEC)
-        return as_code(index, CODEC.zero_code), index
+        return _linear_codes(x, power, inverse, random, CODEC, FITS)
     elif CODEC.kind == "minifloat":
-        return _minifloat_codes(t, x, random, CODEC, FITS)
+        return _minifloat_codes((x * power) * inverse, x, random, CODEC, FITS)
     else:
-        codes = _table_codes(t, random, s, CODEC)
+        codes = _table_codes((x * power) * inverse, random, s, CODEC)
         if not CODEC.signed:
             codes = tl.where((x > 0.0) & (codes == CODEC.zero_code), codes + 1, codes)
         return codes, _level(codes, s)

@@ -22,8 +22,10 @@ from masterless.backends.triton.numbers import (
     LARGEST_ROOT_BITS,
     chunk_words,
     dither,
+    fma,
     from_bits,
     magnitude_bits,
+    negative,
     next_scale,
     scale_of,
     storable,
@@ -159,13 +161,13 @@ def advance(record, w_at, m_at, v_at, g, geometry, cols, c, STEP: tl.constexpr):
         v, before = decode_two_bits(v_at, geometry, c, STEP)
     elif STEP.second.kind != "none":
         v = decode_second(record, v_at, geometry, cols, STEP)
-    m, v, moved = update(g, m, v, before, c, STEP)
+    m, v, moved, size = update(g, m, v, before, c, STEP)
     if STEP.decodes_late:
         w = codecs.decode(w_at, geometry, cols, STEP.weight, STEP, False)
-    target = w * c[1] - moved * c[0]
+    target = fma(w, c[1], negative(moved * size))
     if STEP.pays_back:  # `tile.paid_back`
         momentum = tl.minimum(tl.maximum(m, -c[12]), c[12])
-        target = target - (m - momentum) * c[13]
+        target = fma(momentum - m, c[13], target)
         m = momentum
     return target, m, v
 
@@ -292,7 +294,7 @@ def step_tiles(record, found, place, cols, c, STEP: tl.constexpr):
         scale = weight_scale(record, w_at, target, geometry, STEP)
     codes, kept = round_weight(target, scale, random, w_at, STEP)
     if STEP.inject:
-        m = m + (target - kept) * c[10]
+        m = fma(target - kept, c[10], m)
     m, v = storable(m, STEP.first), storable(v, STEP.second)
     tl.debug_barrier()
     moves = unless_zero(allowed, c[14])

@@ -177,7 +177,7 @@ class Launch:
 
 
 def options(step: Step) -> dict[str, Any]:
-    """How every kernel is compiled: without contraction, which would round once where there are two roundings."""
+    """How every kernel is compiled: without contraction, which would also round once where there are two roundings."""
     return {"num_warps": step.warps, "enable_fp_fusion": False}
 
 

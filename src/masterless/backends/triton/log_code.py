@@ -11,11 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from masterless.backends.triton.numbers import BF16_MAX_BITS, all_bits, float_bits, from_bits, threshold
+from masterless.backends.triton.numbers import BF16_MAX_BITS, all_bits, float_bits, fma, from_bits, negative, threshold
 from masterless.backends.triton.tiles import (
     block_index,
     block_length,
-    elements,
     is_owner,
     joined,
     over_block,
@@ -35,7 +34,6 @@ _BINADE = tl.constexpr(codec.LOG_BINADE)
 _BASE_BITS = tl.constexpr(((127 + 23 - codec._FRACTION) << 23) | (1 << (codec._FRACTION - 11)))  # of _BINADE + 2^-11
 _ZERO_FLAG = tl.constexpr(codec._LOG_ZERO_FLAG)
 _STEP_MAX = tl.constexpr(codec._LOG_STEP_MAX)
-_LANES = tl.constexpr(codec._LOG_LANES)
 _LANE_LENGTH = tl.constexpr(codec._LOG_LANE_LENGTH)
 _NONE = tl.constexpr(0xFFFFFFFF)  # above all others: a lane without a positive number
 _ABOVE = tl.constexpr(0x7FFFFFFF)  # above the bits of all numbers
@@ -63,23 +61,38 @@ def store_log_metadata(s, metadata, geometry, allowed, cols, CODEC: tl.constexpr
 
 
 @triton.jit
-def _short_lanes(bits, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
-    """Lane minima of blocks that may be short: they have fewer lanes, and how many depends on their length."""
-    length = block_length(geometry, cols, CODEC.block)
-    lanes = tl.minimum(tl.maximum(length // _LANE_LENGTH, 1), _LANES)
-    place = geometry[1][:, None, None, None] + elements()
-    if CODEC.block > 0:
-        place = place % CODEC.block
-    lane = place % lanes
-    a = over_block(tl.where(lane == 0, bits, _NONE), CODEC.block, STEP.run, False)
-    b = over_block(tl.where(lane == 1, bits, _NONE), CODEC.block, STEP.run, False)
-    c = over_block(tl.where(lane == 2, bits, _NONE), CODEC.block, STEP.run, False)
-    d = over_block(tl.where(lane == 3, bits, _NONE), CODEC.block, STEP.run, False)
-    e = over_block(tl.where(lane == 4, bits, _NONE), CODEC.block, STEP.run, False)
-    f = over_block(tl.where(lane == 5, bits, _NONE), CODEC.block, STEP.run, False)
-    g = over_block(tl.where(lane == 6, bits, _NONE), CODEC.block, STEP.run, False)
-    h = over_block(tl.where(lane == 7, bits, _NONE), CODEC.block, STEP.run, False)
-    return tl.reshape(tl.join(joined(a, b, c, d), joined(e, f, g, h)), (a.numel, 8))
+def _folded_to(minima, lanes, LANES: tl.constexpr):
+    n: tl.constexpr = minima.shape[0]
+    parts = tl.reshape(minima, (n, minima.shape[1] // (2 * LANES), 2, LANES))
+    least = tl.min(parts, axis=2, keep_dims=True)
+    return tl.where(lanes <= LANES, tl.reshape(tl.broadcast_to(least, parts.shape), minima.shape), minima)
+
+
+@triton.jit
+def _folded(minima, lanes):
+    """Lane minima of blocks that may be short: one of their fewer lanes is several of those that they would have."""
+    lane = tl.arange(0, minima.shape[1])[None, :] + tl.zeros_like(lanes)
+    if minima.shape[1] == 8:
+        minima = _folded_to(minima, lanes, 4)
+    if minima.shape[1] >= 4:
+        minima = _folded_to(minima, lanes, 2)
+    if minima.shape[1] >= 2:
+        minima = _folded_to(minima, lanes, 1)
+    return tl.where(lane < lanes, minima, _NONE)
+
+
+@triton.jit
+def _short_minima(bits, BLOCK: tl.constexpr):
+    """Lane minima of blocks that are shorter than a chunk, of as many lanes as a whole one has."""
+    n: tl.constexpr = bits.shape[0]
+    if BLOCK == 16:
+        return tl.reshape(over_block(bits, BLOCK, 1, False), (bits.numel, 1))
+    elif BLOCK == 32:
+        lanes = tl.min(tl.reshape(bits, (n, 16, 2, 2, 2)), axis=1)
+        return tl.reshape(tl.permute(lanes, (0, 2, 3, 1)), (4 * n, 2))
+    else:
+        lanes = tl.min(tl.reshape(tl.min(bits, axis=2), (n, 8, 4, 2)), axis=1)
+        return tl.reshape(tl.permute(lanes, (0, 2, 1)), (2 * n, 4))
 
 
 @triton.jit
@@ -100,22 +113,31 @@ def _run_lanes(least, RUN: tl.constexpr):
 
 
 @triton.jit
+def _whole_minima(bits, RUN: tl.constexpr):
+    """Lane minima of blocks of RUN chunks: eight lanes, which the 32 elements of a slice pass through four times."""
+    a, b, c, d = slices(bits)
+    least = tl.minimum(tl.minimum(a, b), tl.minimum(c, d))
+    if RUN == 1:
+        return tl.min(tl.reshape(least, (bits.shape[0], 4, 8)), axis=1)
+    else:
+        return _run_lanes(least, RUN)
+
+
+@triton.jit
 def lane_minima(x, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
-    """The bits, less one, of the smallest positive number of each of a block's eight lanes: ``[blocks, 8]``."""
+    """The bits, less one, of the smallest positive number of each of a block's lanes: ``[blocks, lanes]``."""
     # Less one, as unsigned numbers: a zero is above all others, as is what does not exist.
     bits = where_present(float_bits(x), 0, geometry, STEP.ragged).to(tl.uint32) - 1
-    whole_row: tl.constexpr = STEP.walk == "rows" and CODEC.block == 0  # which is long, whatever its last chunk lacks
-    if (STEP.ragged == 2 and not whole_row) or (CODEC.block > 0 and CODEC.block < 128):
-        return _short_lanes(bits, geometry, cols, CODEC, STEP)
+    if CODEC.block > 0 and CODEC.block < 128:
+        minima = _short_minima(bits, CODEC.block)
     else:
-        # Eight lanes, which the 32 elements of a slice pass through four times.
-        a, b, c, d = slices(bits)
-        least = tl.minimum(tl.minimum(a, b), tl.minimum(c, d))
-        run: tl.constexpr = run_of(CODEC.block, STEP.run)
-        if run == 1:
-            return tl.min(tl.reshape(least, (x.shape[0], 4, 8)), axis=1)
-        else:
-            return _run_lanes(least, run)
+        minima = _whole_minima(bits, run_of(CODEC.block, STEP.run))
+    whole_row: tl.constexpr = STEP.walk == "rows" and CODEC.block == 0  # which is long, whatever its last chunk lacks
+    if STEP.ragged == 2 and not whole_row:
+        length = tl.reshape(block_length(geometry, cols, CODEC.block), (minima.shape[0], 1))
+        few = tl.where(length < 2 * _LANE_LENGTH, 1, tl.where(length < 4 * _LANE_LENGTH, 2, 4))
+        minima = _folded(minima, tl.where(length < 8 * _LANE_LENGTH, few, 8))
+    return minima
 
 
 @triton.jit
@@ -129,7 +151,7 @@ def _lowest(minima, CODEC: tl.constexpr):
         else:
             found = tl.sum((minima != _NONE).to(tl.int32), axis=1)
             rank = tl.maximum(found - 1, 0) * CODEC.low_rank // 7
-            lane = tl.arange(0, 8)
+            lane = tl.arange(0, minima.shape[1])
             mine, other = minima[:, :, None], minima[:, None, :]
             before = (other < mine) | ((other == mine) & (lane[None, None, :] < lane[None, :, None]))
             place = tl.sum(before.to(tl.int32), axis=2)
@@ -234,14 +256,15 @@ def encode_log(x, metadata, random, CODEC: tl.constexpr):
         code += (x - lower <= threshold(random) * (upper - lower)).to(tl.int32)
     else:
         bend, inverse = _curve(step)
-        base = from_bits(random[0] | _BASE_BITS)  # the ring's number, as a fraction, and half of its last place
-        ring = base - (_BINADE + 2.0**-11)
-        part = base + bend * (ring * ((1.0 - 2.0**-10) - ring))
+        base = _BINADE + 2.0**-11  # and half of the last place of the ring's number, a fraction
+        ring = from_bits(random[0] | _BASE_BITS) - base
+        # ``base + ring + bend * ring * (1 - 2^-10 - ring)``: all but the last sum is exact, however it is put together.
+        part = fma(ring, fma(negative(bend), ring, 1.0 + bend * (1.0 - 2.0**-10)), tl.full((), base, tl.float32))
         # Where levels end at the smallest float, that float is one of them: it goes down, always.
         part = tl.where(bits == 1, _BINADE + (1.0 - 2.0**-_FRACTION), part)
-        # In place of `codec`'s limit to the depth, one to the steps: beyond it all end at the last code.
-        steps = tl.minimum(depth.to(tl.float32) * inverse, last.to(tl.float32))
-        code = (float_bits(steps + part) >> _FRACTION) & (_BINADE - 1)
+        # The limit has 23 bits at most: to be limited as a float is to be limited as an integer.
+        limited = tl.minimum(depth.to(tl.float32), last.to(tl.float32) * step.to(tl.float32))
+        code = (float_bits(fma(limited, inverse, part)) >> _FRACTION) & (_BINADE - 1)
     if CODEC.rounding != "stochastic":
         code = tl.minimum(code, last)
     return tl.where(bits > 0, code, tl.where(flag, (1 << CODEC.bits) - 1, 0))

@@ -2,8 +2,9 @@
 
 Contract:
     * fp32 adds, subtracts and multiplies are IEEE's as long as a kernel is launched without contraction
-      (``enable_fp_fusion=False``); division and square root are the correctly rounded ones. `inverse_root` is not, but
-      it is made of these operations: the same bits everywhere.
+      (``enable_fp_fusion=False``): a product is rounded before it is added, but for `fma`, where that is asked for.
+      Division and square root are the correctly rounded ones. `inverse_root` is not, but it is made of these
+      operations: the same bits everywhere.
     * Nothing here depends on how a tile is cut into programs or threads.
 """
 
@@ -14,16 +15,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from masterless.formats import codec, rounding
+from masterless.formats import arithmetic, codec, rounding
 
 _GOLDEN64 = tl.constexpr(rounding._GOLDEN64)
 _MIX1 = tl.constexpr(rounding._MIX1)
 _MIX2 = tl.constexpr(rounding._MIX2)
 _READ_TOGETHER = tl.constexpr(rounding._READ_TOGETHER)
-_RING1, _RING2 = (tl.constexpr(factor) for factor in rounding._RING_POLYNOMIAL)
+_RING1_TOP, _RING2_TOP = (tl.constexpr((factor << 22) % 2**32) for factor in rounding._RING_POLYNOMIAL)
 _SCALE_POWER = tl.constexpr(codec._SCALE_POWER)
 _SCALE_INVERSE_POWER = tl.constexpr(1.0 / codec._SCALE_POWER)
-_ROUND_TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # adding it leaves no bits for a fraction: half goes to even
+_ROUND_TO_WHOLE = tl.constexpr(codec._WHOLE)  # adding it leaves no bits for a fraction: half goes to even
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+_NEWTON = tl.constexpr(1.68191391 / arithmetic.ROOT_UNIT)
+ROOT_UNIT = tl.constexpr(arithmetic.number(arithmetic.ROOT_UNIT).item())
+ROOT_UNIT_SQUARE = tl.constexpr(arithmetic.number(arithmetic.ROOT_UNIT).square().item())
 _WHOLE64 = tl.constexpr(2.0**52)
 LARGEST = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 _E8M0_SMALLEST = tl.constexpr(codec._E8M0_SMALLEST)
@@ -85,19 +90,41 @@ def quotient(numerator, denominator, POSITIVE: tl.constexpr):
 
 
 @triton.jit
-def inverse_root(x):
-    """As `arithmetic.inverse_root`: ``1 / sqrt(x)`` within 0.07%, from the float bits and one step of Newton's."""
-    y = from_bits(0x5F1FFFF9 - (float_bits(x) >> 1))
-    return y * (1.68191391 - (x * y) * y * 0.703952253)
+def negative(x):
+    """``-x``, also of zero: to Triton, a minus is a difference from zero, and one more operation."""
+    return from_bits(float_bits(x) ^ -0x80000000)
 
 
 @triton.jit
-def over_scale(x, scale):
-    """As `codec._in_units`: numbers in units of a stored scale; of a scale of zero, ``x``."""
+def fma(a, b, c):
+    """As `arithmetic.fma`: ``a * b + c`` rounded once. One instruction, which the interpreter does not have."""
+    if _INTERPRETED:
+        product, term = a.to(tl.float64) * b.to(tl.float64), c.to(tl.float64)
+        sum = product + term
+        back = sum - product
+        lost = (product - (sum - back)) + (term - back)
+        bits = sum.to(tl.int64, bitcast=True)
+        is_even_and_inexact = (lost != 0.0) & (bits % 2 == 0) & (tl.abs(sum) < float("inf"))
+        towards_lost = tl.where((lost > 0.0) == (sum > 0.0), 1, -1)
+        return tl.where(is_even_and_inexact, bits + towards_lost, bits).to(tl.float64, bitcast=True).to(tl.float32)
+    else:
+        return tl.fma(a, b, c)
+
+
+@triton.jit
+def inverse_root(x):
+    """As `arithmetic.inverse_root`: ``1 / sqrt(x)`` in units of `ROOT_UNIT`, within 0.07%."""
+    y = from_bits(0x5F1FFFF9 - (float_bits(x) >> 1))
+    return y * fma(negative(x * y), y, tl.full((), _NEWTON, tl.float32))
+
+
+@triton.jit
+def units(scale):
+    """As `codec._units`: two factors that put numbers in units of a stored scale, ``(x * power) * inverse``."""
     scale = tl.where(scale > 0.0, scale, 1.0)
     power = tl.where(scale < _SCALE_INVERSE_POWER, _SCALE_POWER, 1.0)
     power = tl.where(scale > _SCALE_POWER, _SCALE_INVERSE_POWER, power)
-    return (x * power) * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale * power)
+    return power, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale * power)
 
 
 @triton.jit
@@ -217,13 +244,15 @@ def dither(own, element):
     """As `rounding.dither`: the upper ten of 16 random bits, as bits 5 to 14; and the lower six, of chunks.
 
     The place of each sixteen elements comes from one of two halves of the chunk's word, for a shift of 64 bits is
-    several instructions. What stands above the ten bits of a place does not reach down into those of the ring.
+    several instructions. The ring's polynomial is computed in the upper ten bits, so that nothing need be cleared, and
+    as one in the last three bits of the place, which are constants to a thread that has eight elements in a row.
     """
     group = element // _READ_TOGETHER
     half = tl.where(group < 4, own.to(tl.uint32), (own >> 24).to(tl.uint32))
-    place = (half >> (group % 4 * 6).to(tl.uint32)) + (element % _READ_TOGETHER).to(tl.uint32)
-    ring = place * (_RING1 * 32 + place * (_RING2 * 32))
-    return (ring & 0x7FE0).to(tl.int32), (own >> 58).to(tl.int32)
+    place = (half >> (group % 4 * 6).to(tl.uint32)) + (element % _READ_TOGETHER & 8).to(tl.uint32)
+    more, slope = (element & 7).to(tl.uint32), place * _RING2_TOP
+    ring = place * (slope + _RING1_TOP) + more * ((slope * 2 + _RING1_TOP) + more * _RING2_TOP)
+    return (ring >> 17).to(tl.int32), (own >> 58).to(tl.int32)
 
 
 @triton.jit

@@ -29,6 +29,7 @@ from masterless.backends.triton.kernels import (
 )
 from masterless.backends.triton.numbers import (
     INFINITE_BITS,
+    fma,
     fresh_scale,
     from_bits,
     magnitude_bits,
@@ -66,7 +67,7 @@ def _rounded(record, geometry, target, m, peak, cols, c, STEP: tl.constexpr):
             scale = weight_scale(record, w_at, target, geometry, STEP)
     codes, kept = round_weight(target, scale, random, w_at, STEP)
     if STEP.inject:
-        m = m + (target - kept) * c[10]
+        m = fma(target - kept, c[10], m)
     return scale, codes, storable(m, STEP.first), random
 
 

@@ -1,7 +1,7 @@
 """The rules on a GPU: `step.rules`, operation by operation.
 
-Contract: fp32 tiles and numbers in, the new moments and the step before its size out. A moment that is not stored comes
-and goes as the gradient's stand-in, which the compiler removes.
+Contract: fp32 tiles and numbers in, the new moments, the step before its size and that size out. A moment that is not
+stored comes and goes as the gradient's stand-in, which the compiler removes.
 """
 
 # mypy: disable-error-code="no-untyped-def,valid-type"
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from masterless.backends.triton.numbers import inverse_root, quotient
+from masterless.backends.triton.numbers import ROOT_UNIT, ROOT_UNIT_SQUARE, fma, inverse_root, quotient
 
 
 @triton.jit
@@ -52,7 +52,16 @@ def _average(old, innovation, c, STEP: tl.constexpr):
     if STEP.second.kind == "factored":
         return old
     else:
-        return old * c[5] + innovation * c[6]
+        return fma(innovation, c[6], old * c[5])
+
+
+@triton.jit
+def _ema(m, g, c, STEP: tl.constexpr):
+    """The first moment after this step; one that is not stored is what would enter it."""
+    if STEP.first.stored:
+        return fma(g - m, c[4], m)
+    else:
+        return g
 
 
 @triton.jit
@@ -77,17 +86,23 @@ def _under_root(v, c):
 
 
 @triton.jit
-def _normalised(g, v, c):
-    """As `SecondMoment.normalised`."""
+def _root_unit(c):
+    """As `SecondMoment.root_unit`."""
+    return _over_bias(1.0, c) * ROOT_UNIT
+
+
+@triton.jit
+def _over_root(g, v, c):
+    """As `SecondMoment.over_root`."""
     x = _under_root(v, c)
-    return tl.where(x > 0.0, g * inverse_root(x) * _over_bias(1.0, c), 0.0)
+    return tl.where(x > 0.0, g * inverse_root(x), 0.0)
 
 
 @triton.jit
 def root_before(v, c):
-    """What Adam divided by when the second moment was this, over the present bias correction."""
+    """What Adam divided by when the second moment was this, as `SecondMoment.carried` needs it."""
     x = _under_root(v, c)
-    return x * inverse_root(x) * _over_bias(c[11], c)
+    return x * inverse_root(x) * (_over_bias(c[11], c) * ROOT_UNIT_SQUARE)
 
 
 @triton.jit
@@ -95,16 +110,16 @@ def _carried(kept, g, stored, v, before, c, STEP: tl.constexpr):
     """As `SecondMoment.carried`."""
     x = _under_root(v, c)
     y = inverse_root(x)
-    rate = _over_bias(c[4], c)
+    rate = _over_bias(c[4], c) * ROOT_UNIT
     if STEP.carries:
-        now = x * y
+        now = x * y * ROOT_UNIT_SQUARE
         if STEP.second.two_bit_log:
             before = tl.where(before == before, before, now)
         else:
             before = tl.where(stored > 0.0, root_before(stored, c), now)
-        return tl.where(x > 0.0, (kept * before + g * rate) * y, kept)
+        return tl.where(x > 0.0, fma(kept, before, g * rate) * y, kept)
     else:
-        return tl.where(x > 0.0, kept + g * y * rate, kept)
+        return tl.where(x > 0.0, fma(g * y, rate, kept), kept)
 
 
 # -------------------------------------------------------------------------------------------------------------------
@@ -112,31 +127,26 @@ def _carried(kept, g, stored, v, before, c, STEP: tl.constexpr):
 
 @triton.jit
 def update(g, m, v, before, c, STEP: tl.constexpr):
-    """The new moments, and the step over its size.
+    """The new moments, the step over its size, and its size.
 
     `before` is the `root_before` where `kernels.decode_two_bits` knows it, and NaN where there was none.
     """
     has_first: tl.constexpr = STEP.first.stored
+    size = c[0]
     if STEP.family == "adam":
-        if has_first:
-            m = m + (g - m) * c[4]
-        else:
-            m = g
+        m = _ema(m, g, c, STEP)
         v = _average(v, g * g, c, STEP)
         if STEP.second.exact:
             moved = quotient(m, tl.sqrt_rn(v) * c[7] + c[8], STEP.eps)
         else:
-            moved = _normalised(m, v, c)
+            moved, size = _over_root(m, v, c), _root_unit(c) * size
     elif STEP.family == "adam_update_units":
         v = _average(v, g * g, c, STEP)
         if STEP.second.exact:
             u = quotient(g, tl.sqrt_rn(v) * c[7] + c[8], STEP.eps)
         else:
-            u = _normalised(g, v, c)
-        if has_first:
-            m = m + (u - m) * c[4]
-        else:
-            m = u
+            u = _over_root(g, v, c) * _root_unit(c)
+        m = _ema(m, u, c, STEP)
         moved = m
     elif STEP.family == "adam_weight_units" and not STEP.second.exact:
         stored = v
@@ -145,12 +155,9 @@ def update(g, m, v, before, c, STEP: tl.constexpr):
             m = _carried(m * c[3], g, stored, v, before, c, STEP)
             moved = m
         else:
-            m, moved = g, _normalised(g, v, c)
+            m, moved, size = g, _over_root(g, v, c), _root_unit(c) * size
     elif STEP.family == "adabelief":
-        if has_first:
-            m = m + (g - m) * c[4]
-        else:
-            m = g
+        m = _ema(m, g, c, STEP)
         surprise = g - m
         v = _average(v, surprise * surprise, c, STEP)
         moved = quotient(m, tl.sqrt_rn(v + c[8]) * c[7] + c[8], STEP.eps)
@@ -193,9 +200,9 @@ def update(g, m, v, before, c, STEP: tl.constexpr):
         elif STEP.carries:
             m, moved = u, u
         elif STEP.family == "adafactor":
-            m = m + (u * c[9] - m) * c[4]
+            m = _ema(m, u * c[9], c, STEP)
             moved = m
         else:
             m = m * c[3] + u * c[4]
             moved = m
-    return m, v, moved
+    return m, v, moved, size

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from masterless.formats import Format, minifloat
-from masterless.formats.codec import _SCALE_LOW_BITS, LOG_LOW_RANK, linear_fraction, round_scale_up
+from masterless.formats.codec import _SCALE_LOW_BITS, _WHOLE, LOG_LOW_RANK, linear_fraction, round_scale_up
 from masterless.formats.layout import CHUNK
 from masterless.formats.scaling import HEADROOM, WASTE, overflow_level
 from masterless.step.task import Task
@@ -41,6 +42,10 @@ _PROGRAM = 32
 SHORT = (16, 32, 64)  # block lengths below that of a chunk
 ROW = 0  # as a block length: the whole row
 TENSOR = -1  # as a block length: one scale for everything
+
+
+def _bits(x: float) -> int:
+    return int(np.float32(x).view(np.int32))
 
 
 class _Constant:
@@ -144,13 +149,33 @@ class Codec(_Constant):
 
     @property
     def fraction(self) -> int:
-        """Of linear grids: to how many bits stochastic rounding looks at a fraction."""
-        return linear_fraction(self.limit)
+        """Of linear grids: to how many bits stochastic rounding looks at a fraction; nearest to none."""
+        return linear_fraction(self.limit) if self.random else 0
+
+    @property
+    def base(self) -> float:
+        """What is added for that: a number that leaves a float so many bits, and the code of zero."""
+        return (2.0 ** (23 - self.fraction) if self.random else _WHOLE) + self.zero_code
 
     @property
     def base_bits(self) -> int:
-        """The bits of what is added for that: a power of two that leaves a float so many, and the code of zero."""
-        return ((150 - self.fraction) << 23) | (self.zero_code << self.fraction)
+        """The bits of it."""
+        return _bits(self.base)
+
+    @property
+    def lowest_bits(self) -> int:
+        """The bits of what the lowest level becomes by that ..."""
+        return _bits(self.base - (self.limit if self.signed else 0.0))
+
+    @property
+    def highest_bits(self) -> int:
+        """... and the highest one."""
+        return _bits(self.base + self.limit)
+
+    @property
+    def whole_bytes(self) -> bool:
+        """Whether codes share bytes as they are, uncut: then nothing need be cleared above a byte."""
+        return self.bits in (2, 4, 8) and not self.hidden
 
     @property
     def offset(self) -> int:

@@ -237,7 +237,7 @@ def adafactor_kernel(records, table, owners, counts, stop, STEP: tl.constexpr, S
         g = descent_gradient(load_gradient(record, geometry, cols, STEP), w, c, STEP)
         v = decode_second(record, storage(record, SECOND), geometry, cols, STEP)
         # STEP has no first moment here: the update itself, before clipping.
-        _, _, moved = update(g, g, v, None, c, STEP)
+        _, _, moved, _ = update(g, g, v, None, c, STEP)
         moved = tl.where(there, moved, 0.0)
         if SECOND_PASS:
             exponent = _rms_exponent(work, record, cols, UPDATE_PEAK)
