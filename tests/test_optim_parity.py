@@ -5,8 +5,8 @@ is measured is the rounding of the steps and not the chaos of a model.
 
 Tolerance, in units of 2^-24 of the largest weight plus the largest update of a step:
     * Against torch: both sides work in fp32 with the same fp32 scalars, and ours rounds sums of products once, torch's
-      twice. In a step the weights then differ by three roundings more, half a unit rms; over 200 contracting steps these
-      add up like a random walk to 7 units, and the largest of 700 coordinates is four times as far: `WALK` = 32.
+      twice. In a step the weights then differ by three roundings more, half a unit rms; over 200 contracting steps
+      these add up like a random walk to 7 units, and the largest of 700 coordinates is four times as far: `WALK` = 32.
       (Measured: up to 22.)
     * Against an fp64 reference: our scalars (step size, decay) are rounded to fp32 once and err the same way at
       every step, half a unit each: 200 steps of one unit, `DRIFT` = 200. (Measured: up to 88.)
