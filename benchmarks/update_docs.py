@@ -135,7 +135,8 @@ for _size in ("rows", "tiny"):
     TABLES[f"bench-alone-{_size}"] = _bench(
         lambda document, size=_size: report.markdown(report.step_table(document, size)), "step", _size, "bench_short"
     )
-TABLES["rounding-again"] = rounding_again.table
+TABLES["rounding-again"] = lambda: rounding_again.table("ring")
+TABLES["rounding-fma"] = lambda: rounding_again.table("fma")
 TABLES["bench-growth"] = _bench(lambda document: report.markdown(report.growth_table(document)), "growth")
 
 
