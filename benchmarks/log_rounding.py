@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from masterless.formats import Format, codec, parse
+from masterless.formats import Format, codec, log_code, parse
 from masterless.formats.rounding import dither, stream_key
 
 STEPS, LAST = 200, 10
@@ -55,7 +55,9 @@ def unbiased_in_power(gamma: float) -> Callable[[Format], Store]:
     def of(format: Format) -> Store:
         def store(v: Tensor, step: int) -> Tensor:
             nearest = codec.encode(v, format)
-            top, size, flag = (x.repeat_interleave(128, 1)[:, : v.shape[1]] for x in codec.read_log_metadata(nearest))
+            top, size, flag = (
+                x.repeat_interleave(128, 1)[:, : v.shape[1]] for x in log_code.read_log_metadata(nearest)
+            )
             depth = (top - codec.float_bits(v)).clamp(min=0)
             code = depth // size
             above_lower = 1.0 - (depth - code * size).double() / size.double()

@@ -1,4 +1,4 @@
-// The logarithmic code of second moments, in integer arithmetic on float bits: the log part of `codec.py`.
+// The logarithmic code of second moments, in integer arithmetic on float bits: `log_code.py` of the specification.
 //
 // Contract: code k stands for the float with bits top - k * step (but at least 1 if top is not 0); with the zero flag
 // the last code is zero itself. `top` is the upper half of the block's maximum, rounded up; `step` counts units of 2^13

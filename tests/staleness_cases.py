@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from masterless.formats import codec, parse
+from masterless.formats import codec, log_code, parse
 from masterless.formats.rounding import dither
 from masterless.step.staleness import (
     Grid,
@@ -96,5 +96,5 @@ def log_levels(step: int, k: torch.Tensor) -> tuple[torch.Tensor, dict[str, torc
 
 def log_codes(x: torch.Tensor, metadata: dict[str, torch.Tensor], key: int | None = None) -> torch.Tensor:
     u = None if key is None else dither(key, *x.shape)
-    stored = codec.encode_log(x, metadata, parse("log8"), u, rounding="stochastic-log")
+    stored = log_code.encode_log(x, metadata, parse("log8"), u, rounding="stochastic-log")
     return codec.unpack(stored["codes"], x.shape[1], 8)

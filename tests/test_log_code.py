@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from masterless.formats import Format, codec, parse
+from masterless.formats import Format, codec, log_code, parse
 from masterless.formats.packing import pack, unpack
 from masterless.formats.rounding import dither
 
@@ -26,7 +26,7 @@ def encode(x: Tensor, fmt: Format, rounding: str, key: int = 0) -> codec.Parts:
 def metadata(fmt: Format, top: float, low: float, zero: bool = False, rows: int = 1) -> codec.Parts:
     """A block's metadata from its largest and its lowest level."""
     bits = codec.float_bits(torch.tensor([[top, low]]))
-    parts = codec.log_metadata(bits[:, :1], bits[:, 1:], torch.tensor([[zero]]), fmt)
+    parts = log_code.log_metadata(bits[:, :1], bits[:, 1:], torch.tensor([[zero]]), fmt)
     return {name: value.expand(rows, -1) for name, value in parts.items()}
 
 
@@ -113,7 +113,9 @@ def test_a_decoded_number_encodes_to_its_own_code_under_the_same_metadata(name, 
         meta = metadata(fmt, top, low, zero, rows=len(u))
         values = levels_of(meta, fmt).expand(len(u), -1)
         for rounding in ROUNDINGS:
-            again = codec.encode_log(values, meta, fmt, u.expand_as(values) if rounding in DITHERS else None, rounding)
+            again = log_code.encode_log(
+                values, meta, fmt, u.expand_as(values) if rounding in DITHERS else None, rounding
+            )
             assert torch.equal(unpack(again["codes"], len(codes), fmt.bits), codes.int().expand(len(u), -1))
 
 
@@ -137,9 +139,11 @@ def test_blocks_of_any_kind(name, rounding, rows, cols, sigma, zeros, seed):
     assert values.isfinite().all()
     assert torch.equal(values == 0, x == 0)
     meta = {name: parts[name] for name in ("top", "step")}
-    again = codec.encode_log(values, meta, fmt, dither(seed + 2, rows, cols) if rounding in DITHERS else None, rounding)
+    again = log_code.encode_log(
+        values, meta, fmt, dither(seed + 2, rows, cols) if rounding in DITHERS else None, rounding
+    )
     assert torch.equal(again["codes"], parts["codes"])
-    top, step, flag = (x.repeat_interleave(128, 1)[:, :cols].long() for x in codec.read_log_metadata(parts))
+    top, step, flag = (x.repeat_interleave(128, 1)[:, :cols].long() for x in log_code.read_log_metadata(parts))
     lowest = top - (2**fmt.bits - 1 - flag) * step
     bits, found = codec.float_bits(x), codec.float_bits(values)
     inside = (x > 0) & (bits >= lowest)
@@ -155,7 +159,7 @@ def test_nearest_is_nearest_in_the_logarithm_by_brute_force(name):
         levels = codec.float_bits(levels_of(meta, fmt))
         levels = levels[:-1] if zero else levels
         x = torch.exp(-torch.rand(1, 5000, generator=torch.Generator().manual_seed(0)) * 9)
-        found = unpack(codec.encode_log(x, meta, fmt, None)["codes"], 5000, fmt.bits)[0].long()
+        found = unpack(log_code.encode_log(x, meta, fmt, None)["codes"], 5000, fmt.bits)[0].long()
         distance = (codec.float_bits(x)[0].view(-1, 1) - levels).abs()
         assert torch.equal(distance.gather(1, found.view(-1, 1)).view(-1), distance.amin(1))
 
@@ -166,7 +170,7 @@ def test_nearest_is_nearest_in_the_logarithm_by_brute_force(name):
 def exhaust(x: float, meta: codec.Parts, fmt: Format, rounding: str) -> Tensor:
     """The codes of x under all 65536 dithers."""
     u = torch.arange(2**16, dtype=torch.int32).view(1, -1)
-    parts = codec.encode_log(torch.full((1, 2**16), x), meta, fmt, u, rounding)
+    parts = log_code.encode_log(torch.full((1, 2**16), x), meta, fmt, u, rounding)
     return unpack(parts["codes"], 2**16, fmt.bits)[0]
 
 
@@ -210,9 +214,9 @@ def test_stochastic_goes_down_with_the_probability_of_the_contract(name, zero):
 
 
 def test_the_curve_is_a_hyperbolic_tangent_that_never_exceeds_one():
-    steps = torch.arange(1, 2**15) << codec.LOG_STEP_UNIT
+    steps = torch.arange(1, 2**15) << log_code.LOG_STEP_UNIT
     truth = (steps.double() / 2**23 * math.log(2) / 8).tanh()
-    found = codec.log_curve(steps).double()
+    found = log_code.log_curve(steps).double()
     assert found.max() <= 1 and (found / truth - 1).abs().max() < 0.026
 
 
@@ -346,8 +350,8 @@ def test_the_integer_form_has_the_true_logs_error_statistics(bits):
     truth = true_log_map(x.double(), low, bits, (u.double() + 0.5) / 2**16)
     no_zero = torch.zeros(rows, 1, dtype=torch.bool)
     top, low_bits = (codec.float_bits(t) for t in (x.amax(1, keepdim=True), low.float()))
-    meta = codec.log_metadata(top, low_bits, no_zero, fmt)
-    ours = codec.decode(codec.encode_log(x, meta, fmt, u, "stochastic-log"), 128, fmt).double()
+    meta = log_code.log_metadata(top, low_bits, no_zero, fmt)
+    ours = codec.decode(log_code.encode_log(x, meta, fmt, u, "stochastic-log"), 128, fmt).double()
     true_rms, our_rms = (rms((y / x.double()).log2()) for y in (truth, ours))
     assert abs(our_rms - true_rms) < 0.003
     assert true_rms == pytest.approx(SCIENCE[bits][0], abs=0.006)

@@ -18,33 +18,24 @@ Contract:
     * **Nearest**: a tie goes to the neighbour with the even code. **Stochastic**: to the upper neighbour
       with probability ``(t - lower) / (upper - lower)``, to 2^-17; on linear grids, where 15 bits of the fraction of
       t count (13 where levels exceed 127), to 2^-16 (2^-14). Out of range: the outermost level.
-    * **Log formats** work on the bits of a positive float, ``i(x)``, a piecewise-linear log2. A block stores
-      ``top`` = the upper 16 bits of its maximum, rounded up, and ``step`` in units of 2^13 (1/1024 octave);
-      code k stands for the float with bits ``i(top) - k * step``. The lowest level is ``low``, a low quantile
-      found cheaply: of the minima of the block's eight interleaved lanes (of short blocks four, two or one, so that
-      a lane has twelve elements) the largest (2 bits), a middle one (3, 4 bits) or the smallest (8 bits). Below it
-      everything is raised to it. If the block holds exact zeros
-      the last code means zero (the upper bit of ``step`` says so). "nearest" is nearest in log. "stochastic" is made
-      for what an update uses, 1/sqrt(v): with s the position below the upper neighbour in units of the step, it goes
-      down with probability ``s (1 + c - c s)``, to 0.1 c^2, c = tanh(ln(R)/8) in sixteenths for neighbours of ratio R,
-      so that a slow average has the right mean of 1/sqrt(v) (`docs/states.md`): where ``s + w + c w (1 - w)``
-      reaches one, w of ten random bits. To be measured against: "stochastic-value" is unbiased in v itself,
-      "stochastic-log" in the code (SOLO's).
+    * **Log formats**: `log_code`.
     * A block of zeros decodes to zeros. Finite numbers decode to finite numbers. An unsigned format never
       turns a positive number into zero. Non-finite input is the caller's to keep away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from masterless.formats.arithmetic import BF16_MAX_BITS, bits_float, float_bits, fma, number, to_bfloat16
+from masterless.formats.arithmetic import bits_float, float_bits, fma, number, to_bfloat16
+from masterless.formats.blocks import by_block, spread
 from masterless.formats.format import Format
+from masterless.formats.log_code import decode_log, encode_log, log_metadata_of
 from masterless.formats.packing import pack, unpack
-from masterless.formats.rounding import threshold
+from masterless.formats.rounding import FRACTION, threshold
 
 Parts = dict[str, Tensor]
 
@@ -60,19 +51,9 @@ _TENSOR_SCALE_OF_ZEROS = 2.0**-10
 _TENSOR_SCALE_LIMITS = (2.0**-126, 2.0**115)  # normal, and 448 * 6 of the largest are finite
 _SCALE_POWER = 2.0**100  # scales up to this, and down to its inverse, have reciprocals that are normal numbers
 # A float in the binade of 2^k leaves 23 - k bits to a fraction: 15 where levels stay below 2^7, and t, whose error is
-# below 2^-23 of it, is a level's own on the grid of those bits; 13 for finer formats. The log code, too, has 15.
-_FRACTION, _FINER_FRACTION = 15, 13
+# below 2^-23 of it, is a level's own on the grid of those bits (`rounding.FRACTION`); 13 for finer formats.
+_FINER_FRACTION = 13
 _WHOLE = 1.5 * 2.0**23  # leaves none: what is added is rounded to an integer
-LOG_STEP_UNIT = 13  # log2 of the unit of a log block's step, in float bits
-LOG_BINADE = 1 << (23 - _FRACTION)
-_LOG_CURVE = float.fromhex("0x1.62e43p-14")  # ln(2) / 8 over the units of an octave
-_LOG_ZERO_FLAG = 0x8000
-_LOG_STEP_MAX = 0x7FFF
-_LOG_LANES = 8
-_LOG_LANE_LENGTH = 12  # a lane has at least this many elements, so a short block has fewer lanes
-# Which of the eight sorted lane minima is the lowest level: few codes want a narrow range (the largest
-# minimum, about the 0.14-quantile), many codes can afford a wide one. Measured in tests/test_log_code.py.
-LOG_LOW_RANK = {2: 7, 3: 3, 4: 1, 8: 0}
 
 
 # --- scales ---------------------------------------------------------------------------------------------
@@ -102,7 +83,7 @@ def block_peak(x: Tensor, format: Format) -> Tensor:
         magnitude = torch.where(x < 0, magnitude * format.negative_factor, magnitude)
     if format.granularity == "tensor":
         return magnitude.amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
-    return _by_block(lambda blocks: blocks.amax(-1), magnitude, format)
+    return by_block(lambda blocks: blocks.amax(-1), magnitude, format)
 
 
 def _round_e4m3_up(scale: Tensor, unit: Tensor) -> Tensor:
@@ -155,26 +136,6 @@ def scale_for(absmax: Tensor, format: Format, tensor_scale: Tensor | None = None
     return round_scale_up(torch.where((absmax > 0) & (scale == 0), smallest, scale), format, tensor_scale)
 
 
-def _by_block(function: Callable[[Tensor], Tensor], x: Tensor, format: Format) -> Tensor:
-    """Applies ``[rows, n, length] -> [rows, n]`` to the full blocks and to the tail block of every row."""
-    rows, cols = x.shape
-    block = format.granularity if isinstance(format.granularity, int) else max(cols, 1)
-    full = cols // block
-    parts = []
-    if full:
-        parts.append(function(x[:, : full * block].reshape(rows, full, block)))
-    if full * block < cols:
-        parts.append(function(x[:, full * block :].unsqueeze(1)))
-    return torch.cat(parts, dim=1) if parts else x.new_zeros(rows, 0)
-
-
-def _spread(per_block: Tensor, cols: int, format: Format) -> Tensor:
-    """``[rows, blocks]`` metadata to ``[rows, cols]``: every element sees its block's."""
-    if not isinstance(format.granularity, int):
-        return per_block  # [rows, 1] and [1, 1] broadcast
-    return per_block.repeat_interleave(format.granularity, dim=1)[:, :cols]
-
-
 # --- codes on a grid of levels --------------------------------------------------------------------------
 
 
@@ -189,7 +150,7 @@ def _units(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def linear_fraction(limit: float) -> int:
     """To how many bits stochastic rounding looks at the fraction of a number on a linear grid up to `limit`."""
-    return _FRACTION if limit < 128 else _FINER_FRACTION
+    return FRACTION if limit < 128 else _FINER_FRACTION
 
 
 def _linear_codes(x: Tensor, inverse: Tensor, format: Format, u: Tensor | None) -> Tensor:
@@ -243,7 +204,7 @@ def _encode_scaled(
         tensor_scale = tensor_scale_for(x)
     if scale is None:
         scale = scale_for(block_peak(x, format), format, tensor_scale)
-    power, inverse = _units(_spread(scale, x.shape[1], format))
+    power, inverse = _units(spread(scale, x.shape[1], format))
     codes = (_linear_codes if format.kind == "linear" else _codebook_codes)(x * power, inverse, format, u)
     if not format.signed:
         codes = torch.where((x > 0) & (codes == format.zero_code), codes + 1, codes)
@@ -258,7 +219,7 @@ def _encode_scaled(
 def _decode_scaled(parts: Parts, cols: int, format: Format, visible: bool) -> Tensor:
     if format.master and not visible:
         return parts["master"]
-    scale = _spread(read_scale(parts, format), cols, format)
+    scale = spread(read_scale(parts, format), cols, format)
     codes = unpack(parts["codes"], cols, format.bits, format.adjacent)
     if format.kind == "codebook":
         return level_table(format).to(codes.device)[codes] * scale
@@ -268,108 +229,6 @@ def _decode_scaled(parts: Parts, cols: int, format: Format, visible: bool) -> Te
         return (codes - 2 ** (format.bits - 1)).to(torch.float32) * scale
     fine = (codes << format.fine_bits) + unpack(parts["hidden"], cols, format.fine_bits) - format.zero_code
     return fine.to(torch.float32) * (scale * 2.0**-format.fine_bits)
-
-
-# --- the logarithmic code -------------------------------------------------------------------------------
-
-
-def log_lanes(length: int) -> int:
-    """Of how many lanes the minima count in a block of this length: a power of two."""
-    lanes = _LOG_LANES
-    while lanes > 1 and lanes * _LOG_LANE_LENGTH > length:
-        lanes //= 2
-    return lanes
-
-
-def _lane_low(blocks: Tensor, format: Format) -> Tensor:
-    """Bits of the lowest level: a low quantile of the block, from the minima of its lanes; 0 if all are zero."""
-    lanes = log_lanes(blocks.shape[-1])
-    bits = float_bits(blocks)
-    infinite = 1 << 40  # above all float bits, and exact in the double that `pad` takes
-    bits = torch.where(bits > 0, bits, infinite)
-    padded = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % lanes), value=infinite)
-    minima = padded.unflatten(-1, (-1, lanes)).amin(-2).sort(-1).values
-    found = (minima < infinite).sum(-1, keepdim=True)
-    rank = (found - 1).clamp(min=0) * LOG_LOW_RANK[format.bits] // (_LOG_LANES - 1)
-    low = minima.gather(-1, rank).squeeze(-1)
-    return torch.where(low == infinite, 0, low)
-
-
-def log_metadata(top: Tensor, low: Tensor, has_zero: Tensor, format: Format) -> Parts:
-    """A log block's stored metadata from the bits of its maximum and lowest level, and whether it holds zeros."""
-    top = ((top + 0xFFFF) & ~0xFFFF).clamp(max=BF16_MAX_BITS)
-    has_zero = has_zero & (top > 0)
-    intervals = (2**format.bits - 1 - has_zero.to(torch.int64)) << LOG_STEP_UNIT
-    step = ((top - low + intervals - 1) // intervals).clamp(1, _LOG_STEP_MAX)
-    step = torch.where(has_zero, step | _LOG_ZERO_FLAG, step)
-    upper = (top >> 16).to(torch.int16)  # of a float: the bits of a bf16
-    return {"top": upper.view(torch.bfloat16), "step": step.to(torch.int16).view(torch.uint8)}
-
-
-def read_log_metadata(parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every block: the float bits of its top, its step in float bits, and whether the last code means zero."""
-    top = parts["top"].view(torch.int16).to(torch.int64) << 16
-    low, high = parts["step"].to(torch.int64).unflatten(-1, (-1, 2)).unbind(-1)
-    raw = low | high << 8
-    return top, (raw & _LOG_STEP_MAX) << LOG_STEP_UNIT, (raw & _LOG_ZERO_FLAG) != 0
-
-
-def _spread_log_metadata(parts: Parts, cols: int, format: Format) -> tuple[Tensor, Tensor, Tensor]:
-    top, step, flag = (_spread(per_block, cols, format) for per_block in read_log_metadata(parts))
-    return top, step, flag
-
-
-def _log_bits(top: Tensor, code: Tensor, step: Tensor) -> Tensor:
-    """Float bits of a code's level; positive unless the block is all zeros."""
-    return torch.maximum(top - code * step, (top > 0).to(torch.int64))
-
-
-def log_curve(step: Tensor) -> Tensor:
-    """The c of stochastic rounding between levels a `step` of float bits apart: about tanh(ln(R)/8), fp32."""
-    x = (step >> LOG_STEP_UNIT).to(torch.float32) * _LOG_CURVE
-    square = x * x
-    return (x * (square + 27.0) / (square * 9.0 + 27.0)).clamp(max=1.0)
-
-
-def encode_log(x: Tensor, metadata: Parts, format: Format, u: Tensor | None, rounding: str = "stochastic") -> Parts:
-    """Codes of non-negative values under given block metadata; without random bits `u` the nearest."""
-    top, step, flag = _spread_log_metadata(metadata, x.shape[1], format)
-    bits = float_bits(x)
-    depth = (top - bits).clamp(min=0)
-    last = 2**format.bits - 1 - flag.to(torch.int64)  # the code of the lowest positive level
-    if u is None:
-        code = (depth + (step >> 1)) // step
-    elif rounding == "stochastic-log":
-        code = (depth + ((u.to(torch.int64) * step) >> 16)) // step
-    elif rounding == "stochastic-value":
-        code = depth // step
-        upper = bits_float(_log_bits(top, code, step))
-        lower = bits_float(_log_bits(top, code + 1, step))
-        code = code + (x - lower <= threshold(u) * (upper - lower)).to(torch.int64)
-    else:
-        ring, curve = (u >> 6).to(torch.float32), (log_curve(step) * 16.0 + 0.5).floor() * 2.0**-4
-        part = (LOG_BINADE + (ring + 0.5) * 2.0**-10) + curve * (ring * (1023.0 - ring) * 2.0**-20)
-        limited, inverse = torch.minimum(depth, last * step), torch.ones_like(curve) / step.to(torch.float32)
-        code = float_bits(fma(limited.to(torch.float32), inverse, part)) >> _FRACTION & (LOG_BINADE - 1)
-        # Where levels end at the smallest float, that float is one of them.
-        code = torch.where(bits == 1, depth // step + 1, code)
-    code = torch.minimum(code, last)
-    code = torch.where(bits > 0, code, torch.where(flag, 2**format.bits - 1, 0))
-    return {"codes": pack(code.to(torch.int32), format.bits), **metadata}
-
-
-def _decode_log(parts: Parts, cols: int, format: Format) -> Tensor:
-    top, step, flag = _spread_log_metadata(parts, cols, format)
-    code = unpack(parts["codes"], cols, format.bits).to(torch.int64)
-    bits = _log_bits(top, code, step)
-    return bits_float(torch.where(flag & (code == 2**format.bits - 1), 0, bits))
-
-
-def _log_metadata_of(x: Tensor, format: Format) -> Parts:
-    top = _by_block(lambda blocks: float_bits(blocks.amax(-1)), x, format).to(torch.int64)
-    low = _by_block(lambda blocks: _lane_low(blocks, format), x, format).to(torch.int64)
-    has_zero = _by_block(lambda blocks: (blocks == 0).any(-1), x, format).to(torch.bool)
-    return log_metadata(top, low, has_zero, format)
 
 
 # --- the two entry points -------------------------------------------------------------------------------
@@ -402,7 +261,7 @@ def encode(
     if format.kind == "bfloat16":
         return {"values": to_bfloat16(x, u)}
     if format.kind == "log":
-        return encode_log(x, _log_metadata_of(x, format), format, u, rounding)
+        return encode_log(x, log_metadata_of(x, format), format, u, rounding)
     if format.kind in ("linear", "codebook"):
         return _encode_scaled(x, format, u, scale, tensor_scale)
     raise ValueError(f"format {str(format)!r} stores no elements")
@@ -413,5 +272,5 @@ def decode(parts: Parts, cols: int, format: Format, visible: bool = False) -> Te
     if format.kind in ("float32", "bfloat16"):
         return parts["values"].to(torch.float32)
     if format.kind == "log":
-        return _decode_log(parts, cols, format)
+        return decode_log(parts, cols, format)
     return _decode_scaled(parts, cols, format, visible)

@@ -12,7 +12,7 @@ Contract:
     * Every element is exactly uniform: its place in the ring is, and its lower bits are. Elements are independent but
       for those that were read together, and there nearly (`tests/test_rounding.py` says how nearly).
     * Stochastic rounding goes up with probability ``fraction``: a number that lies on the grid stays where it is,
-      always, and the mean is right to 2^-16 of the gap (second moments' log code: 2^-11, see `codec`).
+      always, and the mean is right to 2^-16 of the gap (second moments' log code: 2^-11, see `log_code`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ Rounding = Literal["nearest", "stochastic", "stochastic-log", "stochastic-value"
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
 PURPOSES = {"weight": 1, "exp_avg": 2, "exp_avg_sq": 3}
+
+FRACTION = 15  # bits of a fraction that stochastic rounding looks at, by adding random ones to them
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15

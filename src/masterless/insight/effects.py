@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from masterless.formats import parse
-from masterless.formats.codec import bits_float, read_log_metadata, read_scale
+from masterless.formats.codec import bits_float, read_scale
+from masterless.formats.log_code import read_log_metadata
 from masterless.formats.packing import unpack
 from masterless.formats.storage import Storage, factored_rows
 from masterless.insight import forecast as predict

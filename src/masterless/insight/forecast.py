@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from masterless.formats import Format
-from masterless.formats.codec import read_log_metadata
+from masterless.formats.log_code import read_log_metadata
 from masterless.formats.packing import unpack
 from masterless.formats.storage import Storage
 from masterless.step import staleness

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from masterless.formats import Format, codec
+from masterless.formats.blocks import by_block, spread
 from masterless.formats.packing import pack
 from masterless.formats.storage import Storage, tensor_specs
 from masterless.tensor.gather import visible_format
@@ -187,12 +188,12 @@ def _best_of_grid(
     best, least = torch.zeros_like(absmax), torch.full_like(absmax, torch.inf)
     for fraction in GRID:
         scale = codec.scale_for(absmax * fraction, visible, tensor_scale)  # the grid that the forward pass sees
-        divisor = codec._spread(torch.where(scale > 0, scale, 1.0), values.shape[1], format)
+        divisor = spread(torch.where(scale > 0, scale, 1.0), values.shape[1], format)
         squares = (_on_grid(values / divisor, levels, visible) * divisor - values).square_() * weight
         if format.granularity == "tensor":
             error = squares.sum().view(1, 1)
         else:
-            error = codec._by_block(lambda blocks: blocks.sum(-1), squares, format)
+            error = by_block(lambda blocks: blocks.sum(-1), squares, format)
         better = error < least
         best, least = torch.where(better, scale, best), torch.where(better, error, least)
     return best
@@ -212,15 +213,15 @@ def _repaired(values: Tensor, scale: Tensor, format: Format, moment: Tensor) -> 
     order = moment.diagonal().argsort(descending=True, stable=True)
     upper = _repairs(moment[order][:, order])
     levels = torch.tensor(visible.levels, dtype=torch.float32)
-    spread = codec._spread(torch.where(scale > 0, scale, 1.0), values.shape[1], visible).expand(values.shape)
+    divisor = spread(torch.where(scale > 0, scale, 1.0), values.shape[1], visible).expand(values.shape)
     # Inputs as rows: each is worked on as one stretch of memory.
-    left, spread = values.T[order].contiguous(), spread.T[order].contiguous()
+    left, divisor = values.T[order].contiguous(), divisor.T[order].contiguous()
     result = torch.empty_like(left)
     for start in range(0, len(left), _COLUMNS):
         stop = min(start + _COLUMNS, len(left))
         errors = torch.empty_like(left[start:stop])
         for j in range(start, stop):
-            result[j] = _on_grid(left[j] / spread[j], levels, visible) * spread[j]
+            result[j] = _on_grid(left[j] / divisor[j], levels, visible) * divisor[j]
             errors[j - start] = (left[j] - result[j]) / upper[j, j]
             left[j:stop].addr_(upper[j, j:stop], errors[j - start], alpha=-1.0)
         left[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1.0)
@@ -243,7 +244,7 @@ def _residues(values: Tensor, parts: codec.Parts, format: Format, scale: Tensor)
     if not format.fine_bits:
         return {}
     half = 2 ** (format.fine_bits - 1)
-    divisor = codec._spread(torch.where(scale > 0, scale, 1.0), values.shape[1], format)
+    divisor = spread(torch.where(scale > 0, scale, 1.0), values.shape[1], format)
     seen = codec.decode(parts, values.shape[1], format, visible=True)
     below = ((values - seen) / divisor * 2**format.fine_bits).round().clamp(-half, half - 1)
     lowest = seen <= -(2.0 ** (format.bits - 1) - 1) * divisor  # the grid is symmetric: this code has one residue less

@@ -28,8 +28,9 @@ from masterless.backends.cpu.interface import interface
 from masterless.backends.reference import at
 from masterless.formats import Format, minifloat, scaling
 from masterless.formats.arithmetic import exact_arithmetic
-from masterless.formats.codec import LOG_LOW_RANK, round_scale_up
+from masterless.formats.codec import round_scale_up
 from masterless.formats.layout import CHUNK
+from masterless.formats.log_code import LOG_LOW_RANK
 from masterless.formats.packing import row_bytes
 from masterless.formats.storage import Storage
 from masterless.step import dispatch, statistics

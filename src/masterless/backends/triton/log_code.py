@@ -1,4 +1,4 @@
-"""The logarithmic code of second moments on a GPU: the log part of `formats.codec`, operation by operation.
+"""The logarithmic code of second moments on a GPU: `formats.log_code`, operation by operation.
 
 Contract: integer arithmetic on float bits; metadata is the tuple (top, step, flag), all in the shape of metadata
 (`tiles`): the float bits of a block's top and step, and whether its last code means zero.
@@ -24,17 +24,19 @@ from masterless.backends.triton.tiles import (
     slices,
     where_present,
 )
-from masterless.formats import codec
+from masterless.formats import log_code, rounding
 
-_STEP_UNIT = tl.constexpr(codec.LOG_STEP_UNIT)
-_BELOW_UNIT = tl.constexpr((1 << codec.LOG_STEP_UNIT) - 1)
-_CURVE = tl.constexpr(codec._LOG_CURVE)
-_FRACTION = tl.constexpr(codec._FRACTION)
-_BINADE = tl.constexpr(codec.LOG_BINADE)
-_BASE_BITS = tl.constexpr(((127 + 23 - codec._FRACTION) << 23) | (1 << (codec._FRACTION - 11)))  # of _BINADE + 2^-11
-_ZERO_FLAG = tl.constexpr(codec._LOG_ZERO_FLAG)
-_STEP_MAX = tl.constexpr(codec._LOG_STEP_MAX)
-_LANE_LENGTH = tl.constexpr(codec._LOG_LANE_LENGTH)
+_STEP_UNIT = tl.constexpr(log_code.LOG_STEP_UNIT)
+_BELOW_UNIT = tl.constexpr((1 << log_code.LOG_STEP_UNIT) - 1)
+_CURVE = tl.constexpr(log_code.LOG_CURVE)
+_FRACTION = tl.constexpr(rounding.FRACTION)
+_BINADE = tl.constexpr(log_code.LOG_BINADE)
+_BASE_BITS = tl.constexpr(
+    ((127 + 23 - rounding.FRACTION) << 23) | (1 << (rounding.FRACTION - 11))
+)  # of _BINADE + 2^-11
+_ZERO_FLAG = tl.constexpr(log_code.LOG_ZERO_FLAG)
+_STEP_MAX = tl.constexpr(log_code.LOG_STEP_MAX)
+_LANE_LENGTH = tl.constexpr(log_code.LOG_LANE_LENGTH)
 _NONE = tl.constexpr(0xFFFFFFFF)  # above all others: a lane without a positive number
 _ABOVE = tl.constexpr(0x7FFFFFFF)  # above the bits of all numbers
 
@@ -170,7 +172,7 @@ def log_summary(x, geometry, cols, CODEC: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def log_metadata(summary, CODEC: tl.constexpr):
-    """As `codec.log_metadata`: top and step as float bits, and whether the last code means zero."""
+    """As `log_code.log_metadata`: top and step as float bits, and whether the last code means zero."""
     low = tl.reshape(_lowest(summary[1], CODEC), summary[0].shape)
     top = tl.minimum((summary[0] + 0xFFFF) & ~0xFFFF, BF16_MAX_BITS)
     flag = (summary[2] == 0) & (top > 0)
@@ -229,7 +231,7 @@ def of_level(x, levels, of_code):
 
 @triton.jit
 def decode_log(codes, metadata, CODEC: tl.constexpr):
-    """As `codec._decode_log`."""
+    """As `log_code.decode_log`."""
     if CODEC.two_bit_log:
         return picked(codes, two_bit_levels(metadata))
     else:
@@ -239,7 +241,7 @@ def decode_log(codes, metadata, CODEC: tl.constexpr):
 
 @triton.jit
 def encode_log(x, metadata, random, CODEC: tl.constexpr):
-    """As `codec.encode_log`."""
+    """As `log_code.encode_log`."""
     top, step, flag = metadata
     bits = float_bits(x)
     depth = tl.maximum(top - bits, 0)
@@ -272,7 +274,7 @@ def encode_log(x, metadata, random, CODEC: tl.constexpr):
 
 @triton.jit
 def _curve(step):
-    """How the probability to go down bends, and the inverse of the step, of every block: see `codec.encode_log`."""
+    """How the probability to go down bends, and the inverse of the step, of every block: see `log_code.encode_log`."""
     x = (step >> _STEP_UNIT).to(tl.float32) * _CURVE
     square = x * x
     bend = tl.minimum(tl.div_rn(x * (square + 27.0), square * 9.0 + 27.0), 1.0)

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from masterless.formats import Format, minifloat
-from masterless.formats.codec import _SCALE_LOW_BITS, _WHOLE, LOG_LOW_RANK, linear_fraction, round_scale_up
+from masterless.formats.codec import _SCALE_LOW_BITS, _WHOLE, linear_fraction, round_scale_up
 from masterless.formats.layout import CHUNK
+from masterless.formats.log_code import LOG_LOW_RANK
 from masterless.formats.scaling import HEADROOM, WASTE, overflow_level
 from masterless.step.task import Task
 
