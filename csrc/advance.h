@@ -13,41 +13,6 @@
 namespace masterless {
 inline namespace MASTERLESS_ISA {
 
-// What the next span will read, asked for a little at a time while this one is computed. Into the second cache: the first
-// is full of this span.
-struct Upcoming {
-    static constexpr int kCacheLine = 64;
-    const char* at;
-    int bytes;  // to ask for at a time
-
-    __attribute__((always_inline)) static void ask_for(const char* line) { __builtin_prefetch(line, 1, 2); }
-
-    void ask_for_more() {
-        ask_for(at);
-        at += bytes;
-    }
-
-    // The lines of 2 kLanes numbers from number 2i on, of so many bytes each. Inlined: GCC takes a function that only asks
-    // for one without any effect.
-    template <int kBytes>
-    __attribute__((always_inline)) void ask_for_lines(int i) const {
-        for (int line = 0; line < 2 * kLanes * kBytes; line += kCacheLine) ask_for(at + 2 * i * kBytes + line);
-    }
-
-    // Half of those of numbers of four bytes each, the first or the second.
-    __attribute__((always_inline)) void ask_for_part(int i, int half) const {
-        if (4 * kLanes >= kCacheLine || half == 0) ask_for(at + 8 * i + 4 * kLanes * half);
-    }
-
-    // All of them; mostly they are a line or less.
-    __attribute__((always_inline)) void ask_for_all() {
-        ask_for(at);
-        if (bytes > kCacheLine)
-            for (int line = kCacheLine; line < bytes; line += kCacheLine) ask_for(at + line);
-        at += bytes;
-    }
-};
-
 // What the rule works on. Buffers are as long as the span.
 struct Tile {
     const float* g;
@@ -68,6 +33,11 @@ enum class From { kBuffer, kPlace, kBytes, kTable, kSix, kHidden, kGroups };
 
 // How the moments come: from their buffers; as packed codes of few bits, through tables; or as codes of a byte.
 enum class Moments { kBuffer, kPacked, kBytes };
+
+// Whether the next gradient is asked for while the moments are encoded, because the rule asks for as much besides.
+constexpr bool asks_late(From weight, Moments moments, Root root, bool whole) {
+    return weight == From::kPlace && moments != Moments::kBuffer && root == Root::kCoarse && whole;
+}
 
 // --- whatever it is -------------------------------------------------------------------------------------------------
 
@@ -95,7 +65,7 @@ bool advance_any(const MlTask& task, const Span& span, const Tile& tile) {
                 const vf g = descent_gradient(as_stored, w, ascends, has_l2, c.l2);
                 const vf m = kFirst ? load<vf>(b.m + e) : vf{}, v = Rule::kSecond ? load<vf>(b.v + e) : vf{};
                 const vf before = kFirst && Rule::kTakesKept && kRoot == Root::kCoarse ? root_before(v, c) : vf{};
-                const SecondMoment second{v, v * c.keep2, before, kRoot == Root::kFactored, true, c};
+                const SecondMoment second{v, v * c.keep2, before, kRoot == Root::kFactored, true, &c};
                 const Update u = Rule::template step<kFirst, kRoot>(g, Rule::kTakesKept ? m * c.keep1 : m, second, c);
                 const vf moved = kDenominator ? quotient(u.direction, u.denominator, c) : u.direction;
                 vf target = fms(w, c.decay, kInUnits ? moved * c.unit_step : whole_step ? moved : moved * c.step_size);
@@ -189,6 +159,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     constexpr bool kHasHidden = kWeight == From::kHidden || kWeight == From::kGroups;
     constexpr bool kInTwo = kWeight == From::kSix || kHasHidden;
     constexpr int kFiner = kWeight == From::kSix ? 2 : 4;
+    constexpr bool kAsksLate = asks_late(kWeight, kMoments, kRoot, kWhole);
     const Tile b = tile;  // a copy, which no store below can change
     Scalars c = *b.scalars;
     c.has_eps_square = true;  // `passage` asks for it
@@ -285,12 +256,17 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                 if (kInTwo) finer_pair = pair(finer_codes, i, kFiner == 2);
                 if (kPacked) first_pair = pair(first_codes, i, two_bit_firsts);
                 if (kSecondPacked) second_pair = pair(second_codes, i, two_bit_seconds);
+                vf weights[2];
+                SecondMoment seconds[2];
+                Begun begun[2];
 #pragma GCC unroll 2
                 for (int j = 0; j < 2; ++j) {
                     const int o = j * half + i, e = start + o;
-                    if (kWeight == From::kPlace)  // many lines, so a few at a time
-                        next_gradient.ask_for_part(i, j), next_weight.ask_for_part(i, j);
-                    vf w;
+                    if (kWeight == From::kPlace) {  // many lines, so a few at a time
+                        if (!kAsksLate) next_gradient.ask_for_part(i, j);
+                        next_weight.ask_for_part(i, j);
+                    }
+                    vf& w = weights[j];
                     if (kWeight == From::kTable)
                         w = lookup(weight_table, weight_pair >> 4 * j);
                     else if (kWeight == From::kBytes)
@@ -320,8 +296,14 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                         kept = stored * c.keep2;
                         if (kCarries) before = root_before(stored, c);
                     }
-                    const SecondMoment second{stored, kept, before, !kCoarse, may_be_zero, c};
-                    const Update u = Rule::template step<true, kRoot>(g, m, second, c);
+                    seconds[j] = {stored, kept, before, !kCoarse, may_be_zero, &c};
+                    begun[j] = Rule::template begin<true>(g, m, seconds[j], c);
+                }
+#pragma GCC unroll 2
+                for (int j = 0; j < 2; ++j) {
+                    const int o = j * half + i, e = start + o;
+                    const vf w = weights[j];
+                    const Update u = Rule::template end<true>(begun[j], seconds[j], c);
                     const vf moved = kWholeStep ? u.direction : u.direction * (kInUnits ? c.unit_step : c.step_size);
                     vf target = fms(w, c.decay, moved), first = u.first;
                     if (kPaysBack) pay_back(target, first, c);

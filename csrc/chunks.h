@@ -10,6 +10,7 @@
 #include "blocks.h"
 #include "grid.h"
 #include "packing.h"
+#include "upcoming.h"
 
 namespace masterless {
 inline namespace MASTERLESS_ISA {
@@ -114,6 +115,7 @@ struct Chunks {  // of a span
     Blocks blocks;
     const Injection& inject;
     uint8_t *data, *hidden;
+    Upcoming next;
 
     int chunks_per_block() const { return s.block <= kChunk ? 1 : span.chunks_of_row(); }
 };
@@ -132,10 +134,12 @@ inline void encode_scaled_chunks(const Grid& shared_grid, const Chunks& c) {
     float* moment = c.inject.moment;
     const vf share = c.inject.share;
     vf unused{}, *peaks = kInjects ? c.inject.peaks : nullptr;
+    Upcoming next = c.next;
     ChunkWalk walk(c.span);
     for (int chunk = 0, block = 0, left = per_block; chunk < chunks; ++chunk, walk.next()) {
         const int length = walk.length();
         const ChunkDraw random(kStochastic ? words[chunk] : 0, 0);
+        if (!kInjects) next.ask_for_next<kLinesWithFirst>();
         vf& peak = peaks ? peaks[chunk] : unused;
         const auto encode = [&](int elements) __attribute__((always_inline)) {
             encode_scaled_chunk<Grid, kBits, kHidden, kGroups, kStochastic, kInjects, kPlain, kFits>(
@@ -236,7 +240,7 @@ inline void fresh_log_chunks(const MlStorage& s, const Span& span, const float* 
 
 template <int kBits>
 inline void encode_log_chunks(const MlStorage& s, const Span& span, const float* x, const Draw& draw,
-                              const LogBlocks* all_blocks) {
+                              const LogBlocks* all_blocks, Upcoming next) {
     uint8_t* data = packed_codes(s, span);
     ChunkWalk walk(span);
     for_chunks_together(span, [&](int first, int count) {
@@ -245,6 +249,7 @@ inline void encode_log_chunks(const MlStorage& s, const Span& span, const float*
         for (int k = 0; k < count; ++k, walk.next()) {
             const int e = walk.start(), length = walk.length();
             const ChunkDraw random = draw.at(first + k);
+            next.ask_for_next<kLinesWithSecond>();
             if (!are_plain[k])
                 encode_log_chunk<kBits>(blocks[k], x + e, length, random, data);
             else if (length == kChunk)
@@ -257,11 +262,12 @@ inline void encode_log_chunks(const MlStorage& s, const Span& span, const float*
 }
 
 // Their codes.
-inline void encode_log_chunks(const MlStorage& s, const Span& span, const float* x, const Draw& draw, const LogBlocks* blocks) {
+inline void encode_log_chunks(const MlStorage& s, const Span& span, const float* x, const Draw& draw, const LogBlocks* blocks,
+                              Upcoming next = {}) {
     switch (s.bits) {
-        case 2: return encode_log_chunks<2>(s, span, x, draw, blocks);
-        case 4: return encode_log_chunks<4>(s, span, x, draw, blocks);
-        default: return encode_log_chunks<8>(s, span, x, draw, blocks);
+        case 2: return encode_log_chunks<2>(s, span, x, draw, blocks, next);
+        case 4: return encode_log_chunks<4>(s, span, x, draw, blocks, next);
+        default: return encode_log_chunks<8>(s, span, x, draw, blocks, next);
     }
 }
 

@@ -206,9 +206,9 @@ inline void decode(const MlStorage& s, int64_t cols, const Span& span, Codes cod
 }
 
 // Stores a span; `blocks` is its metadata (scaled formats), `draw` its random numbers (none: to nearest).
-// What rounding loses is injected; with `dry` nothing is stored.
+// What rounding loses is injected; with `dry` nothing is stored. `next` is asked for meanwhile, where there are chunks.
 inline void encode(const MlStorage& s, int64_t cols, const Span& span, const float* x, const Draw& draw,
-                   const Blocks& blocks, Codes codes, Injection inject = {}, bool dry = false) {
+                   const Blocks& blocks, Codes codes, Injection inject = {}, bool dry = false, Upcoming next = {}) {
     const int64_t at = span.row * cols + span.col;
     if (s.kind == ML_BFLOAT16) {
         uint16_t* out = dry ? (uint16_t*)codes.visible : (uint16_t*)s.values + at;
@@ -225,7 +225,8 @@ inline void encode(const MlStorage& s, int64_t cols, const Span& span, const flo
         if (s.kind == ML_FLOAT32) return;
         inject = {};
     }
-    if (!dry && encode_chunks({s, span, x, draw, blocks, inject, packed_codes(s, span), packed_hidden_codes(s, span)})) return;
+    if (!dry && encode_chunks({s, span, x, draw, blocks, inject, packed_codes(s, span), packed_hidden_codes(s, span), next}))
+        return;
     const bool in_place = is_unpacked(s, span) && !dry;
     if (in_place) codes.visible = packed_codes(s, span);
     if (s.kind == ML_LOG) {

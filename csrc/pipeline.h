@@ -152,6 +152,7 @@ class Pipeline {
         const bool by_chunks = how.function != nullptr;
         noted_weight_.peaks = by_chunks && how.weight != From::kPlace ? b_.weight_peaks : nullptr;
         noted_weight_.by_groups = how.weight == From::kGroups;
+        asks_late_ = by_chunks && asks_late(how.weight, how.moments, root_of(t_), s.has_whole_chunks());
         noted_first_.peaks = by_chunks ? b_.first_peaks : nullptr;
         noted_second_.statistics = by_chunks && t_.second.kind == ML_LOG ? b_.second_statistics : nullptr;
         if (!in_place && how.weight == From::kBuffer) decode_weight(s);
@@ -257,12 +258,14 @@ class Pipeline {
         if (stores_weight_) round_weight(s, known.weight ? Blocks(*known.weight) : weight_blocks(s, false), false);
         Blocks of_first;
         if (stores_first_) of_first = moment_blocks(t_.first, s, b_.m, noted_first_, known.first, b_.first_blocks);
+        Upcoming gradient = asks_late_ ? after(s, t_.grad, 32, kChunk) : Upcoming{};
         if (by_chunks)
-            encode_log_chunks(t_.second, s, b_.v, second_draw_, b_.second_blocks);
+            encode_log_chunks(t_.second, s, b_.v, second_draw_, b_.second_blocks, gradient);
         else if (stores_second)
             encode(t_.second, t_.cols, s, b_.v, second_draw_,
                    moment_blocks(t_.second, s, b_.v, noted_second_, known.second, b_.blocks), b_.codes());
-        if (stores_first_) encode(t_.first, t_.cols, s, b_.m, first_draw_, of_first, b_.codes());
+        if (gradient.at) gradient.at += kLinesWithSecond * Upcoming::kCacheLine * s.chunks();
+        if (stores_first_) encode(t_.first, t_.cols, s, b_.m, first_draw_, of_first, b_.codes(), {}, false, gradient);
     }
 
     // Stores the target (unless `dry`), and injects what rounding lost into the first moment.
@@ -384,6 +387,7 @@ class Pipeline {
     const RuleFunction any_;
     const Draw weight_draw_, first_draw_, second_draw_;
     Noted noted_weight_, noted_first_, noted_second_;  // of the span whose target is known
+    bool asks_late_ = false;  // likewise: the gradient of the next span
 };
 
 }  // namespace MASTERLESS_ISA

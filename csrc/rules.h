@@ -38,11 +38,15 @@ struct Scalars {  // as vectors, so that no loop has to spread them
           has_eps_square(eps_square[0] > 0.0f) {}
 };
 
-// 1 / sqrt(x) in units of kRootUnit, within 0.07%: `arithmetic.inverse_root`.
-inline vf inverse_root(vf x) {
-    const vf y = from_bits(0x5F1FFFF9 - (bits(x) >> 1));
-    return y * fnma(x * y, y, splat((float)(1.68191391 / 0.703952253)));
-}
+// 1 / sqrt(x) in units of kRootUnit, within 0.07%: `arithmetic.inverse_root`. A guess, and one step of Newton's from it.
+struct InverseRoot {
+    vf x, guess;
+
+    InverseRoot() = default;
+    explicit InverseRoot(vf x) : x(x), guess(from_bits(0x5F1FFFF9 - (bits(x) >> 1))) {}
+
+    vf value() const { return guess * fnma(x * guess, guess, splat((float)(1.68191391 / 0.703952253))); }
+};
 
 // A rule's view of its second moment. `stored` is the average as decoded, of a factored one the estimate that this step
 // has entered already; of coarse ones it is not asked for, but what stays of it, and what Adam divided by before.
@@ -50,39 +54,54 @@ struct SecondMoment {
     vf stored, kept, before;
     bool is_current;
     bool may_be_zero;  // some `before` may be negative, which says that there was none
-    const Scalars& c;
+    const Scalars* c;
 
     // This step's innovation (g * g for most rules) to the updated average.
-    vf operator()(vf innovation) const { return is_current ? stored : fma(innovation, c.rate2, kept); }
+    vf operator()(vf innovation) const { return is_current ? stored : fma(innovation, c->rate2, kept); }
 
-    // Of a v that is not exact: g / sqrt(v), in units of `inverse_root`.
-    vf over_root(vf g, vf v) const {
-        const vf x = v + c.eps_square, ratio = g * inverse_root(x);
-        return c.has_eps_square ? ratio : select(x > 0.0f, ratio, vf{});
+    // Of a v that is not exact: 1 / sqrt(v).
+    InverseRoot inverse_root(vf v) const { return InverseRoot(v + c->eps_square); }
+
+    // g / sqrt(v), in units of `InverseRoot`.
+    vf over_root(vf g, const InverseRoot& root) const {
+        const vf ratio = g * root.value();
+        return c->has_eps_square ? ratio : select(root.x > 0.0f, ratio, vf{});
     }
 
-    // Likewise: kept d'/d + rate1 g / d.
-    vf carried(vf kept_first, vf g, vf v) const {
-        const vf x = v + c.eps_square, y = inverse_root(x);
+    // kept d'/d + rate1 g / d; of which `undivided` needs no root.
+    vf carried(vf kept_first, vf g, vf undivided, const InverseRoot& root) const {
+        const vf y = root.value();
         vf u;
-        if (is_current) {
-            u = fma(g * y, c.rate1_over_bias, kept_first);
-        } else {
-            const vf root = may_be_zero ? select(before < 0.0f, x * y * kRootSquare, before) : before;
-            u = fma(kept_first, root, g * c.rate1_over_bias) * y;
-        }
-        return c.has_eps_square ? u : select(x > 0.0f, u, kept_first);
+        if (is_current)
+            u = fma(g * y, c->rate1_over_bias, kept_first);
+        else if (may_be_zero)
+            u = undivided_from(kept_first, g, select(before < 0.0f, root.x * y * kRootSquare, before)) * y;
+        else
+            u = undivided * y;
+        return c->has_eps_square ? u : select(root.x > 0.0f, u, kept_first);
     }
+
+    vf undivided(vf kept_first, vf g) const { return undivided_from(kept_first, g, before); }
+
+  private:
+    vf undivided_from(vf kept_first, vf g, vf root) const { return fma(kept_first, root, g * c->rate1_over_bias); }
 };
 
 // What Adam divided by when a second moment that is not exact was this; negative where it was zero.
 inline vf root_before(vf stored, const Scalars& c) {
     const vf was = stored + c.eps_square;
-    return select(stored > 0.0f, was * inverse_root(was) * c.carry, splat(-1.0f));
+    return select(stored > 0.0f, was * InverseRoot(was).value() * c.carry, splat(-1.0f));
 }
 
 struct Update {
     vf first, second, direction, denominator;
+};
+
+// A step that divides by an `InverseRoot`, up to there: a long chain of dependent operations in two halves, so that one of
+// some elements can be computed beside the other of others.
+struct Begun {
+    vf g, first, undivided, second;
+    InverseRoot root;
 };
 
 // What a rule divides by is not negative; where it is zero, which an eps prevents, nothing moves.
@@ -99,10 +118,17 @@ inline vf sign(vf x) { return select(x > 0.0f, splat(1.0f), select(x < 0.0f, spl
 struct Adam {
     static constexpr bool kSecond = true, kTakesKept = false;
     template <bool kFirst, Root kRoot> static constexpr bool has_denominator() { return kRoot == Root::kExact; }
+    template <bool kFirst> static Begun begin(vf g, vf m, const SecondMoment& second_moment, const Scalars& c) {
+        const vf v = second_moment(g * g);
+        return {g, kFirst ? ema(m, g, c) : g, vf{}, v, second_moment.inverse_root(v)};
+    }
+    template <bool kFirst> static Update end(const Begun& b, const SecondMoment& second_moment, const Scalars&) {
+        return {b.first, b.second, second_moment.over_root(b.first, b.root), vf{}};
+    }
     template <bool kFirst, Root kRoot> static Update step(vf g, vf m, const SecondMoment& second_moment, const Scalars& c) {
+        if (kRoot != Root::kExact) return end<kFirst>(begin<kFirst>(g, m, second_moment, c), second_moment, c);
         m = kFirst ? ema(m, g, c) : g;
         const vf v = second_moment(g * g);
-        if (kRoot != Root::kExact) return {m, v, second_moment.over_root(m, v), vf{}};
         return {m, v, m, sqrt(v) * c.bias2 + c.eps};
     }
 };
@@ -111,10 +137,21 @@ struct Adam {
 struct AdamUpdateUnits {
     static constexpr bool kSecond = true, kTakesKept = false;
     template <bool kFirst, Root kRoot> static constexpr bool has_denominator() { return false; }
-    template <bool kFirst, Root kRoot> static Update step(vf g, vf u, const SecondMoment& second_moment, const Scalars& c) {
+    template <bool kFirst> static Begun begin(vf g, vf u, const SecondMoment& second_moment, const Scalars&) {
         const vf v = second_moment(g * g);
-        const vf normalised = kRoot == Root::kExact ? quotient(g, sqrt(v) * c.bias2 + c.eps, c)
-                                                    : second_moment.over_root(g, v) * c.root_unit;
+        return {g, u, vf{}, v, second_moment.inverse_root(v)};
+    }
+    template <bool kFirst> static Update end(const Begun& b, const SecondMoment& second_moment, const Scalars& c) {
+        return moved<kFirst>(b.first, second_moment.over_root(b.g, b.root) * c.root_unit, b.second, c);
+    }
+    template <bool kFirst, Root kRoot> static Update step(vf g, vf u, const SecondMoment& second_moment, const Scalars& c) {
+        if (kRoot != Root::kExact) return end<kFirst>(begin<kFirst>(g, u, second_moment, c), second_moment, c);
+        const vf v = second_moment(g * g);
+        return moved<kFirst>(u, quotient(g, sqrt(v) * c.bias2 + c.eps, c), v, c);
+    }
+
+  private:
+    template <bool kFirst> static Update moved(vf u, vf normalised, vf v, const Scalars& c) {
         u = kFirst ? ema(u, normalised, c) : normalised;
         return {u, v, u, vf{}};
     }
@@ -126,12 +163,17 @@ struct AdamWeightUnits {
     template <bool kFirst, Root kRoot> static constexpr bool has_denominator() {
         return !kFirst && kRoot == Root::kExact;
     }
-    template <bool kFirst, Root kRoot> static Update step(vf g, vf kept, const SecondMoment& second_moment, const Scalars& c) {
+    template <bool kFirst> static Begun begin(vf g, vf kept, const SecondMoment& second_moment, const Scalars&) {
         const vf v = second_moment(g * g);
-        if (kRoot != Root::kExact) {
-            const vf u = kFirst ? second_moment.carried(kept, g, v) : second_moment.over_root(g, v);
-            return {u, v, u, vf{}};
-        }
+        return {g, kept, second_moment.undivided(kept, g), v, second_moment.inverse_root(v)};
+    }
+    template <bool kFirst> static Update end(const Begun& b, const SecondMoment& second_moment, const Scalars&) {
+        const vf u = kFirst ? second_moment.carried(b.first, b.g, b.undivided, b.root) : second_moment.over_root(b.g, b.root);
+        return {u, b.second, u, vf{}};
+    }
+    template <bool kFirst, Root kRoot> static Update step(vf g, vf kept, const SecondMoment& second_moment, const Scalars& c) {
+        if (kRoot != Root::kExact) return end<kFirst>(begin<kFirst>(g, kept, second_moment, c), second_moment, c);
+        const vf v = second_moment(g * g);
         const vf d = sqrt(v) * c.bias2 + c.eps;
         if (!kFirst) return {vf{}, v, g, d};
         const vf stored = second_moment.stored;

@@ -119,7 +119,7 @@ inline void load_adafactor_update(const MlTask& t, Pipeline& p, Workspace& work,
     const Scalars c(t);
     for (int e = 0; e < s.n; e += kLanes) {
         const vf v = load<vf>(work.v + e);
-        const SecondMoment second{v, v * c.keep2, vf{}, t.second.kind == ML_FACTORED, true, c};
+        const SecondMoment second{v, v * c.keep2, vf{}, t.second.kind == ML_FACTORED, true, &c};
         const Update u = Adafactor::step<false, Root::kCoarse>(load<vf>(g + e), vf{}, second, c);
         store(work.g + e, quotient(u.direction, u.denominator, c));
     }
