@@ -16,7 +16,7 @@ class Phases {
     static std::string measure(MlTask& t, int repeats) {
         Workspace work;
         Pipeline p(t, work, nullptr, nullptr, true);
-        const Span s = p.span(0, 0, t.cols < kSpan ? t.cols : kSpan);
+        const Span s = p.span(0, 0, std::min(t.cols, Pipeline::span_length(t)));
         Phases phases(repeats, s.n);
         const auto store_moment = [&](const char* name, const MlStorage& stored, float* x, const Noted& noted,
                                       const Draw& draw) {

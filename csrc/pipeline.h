@@ -37,14 +37,15 @@ class Pipeline {
           any_(any_function(task)), weight_draw_(draw(task.weight, work.weight_words)),
           first_draw_(draw(task.first, work.first_words)), second_draw_(draw(task.second, work.second_words)) {}
 
-    static int64_t unit_length(const MlTask& t) { return t.tile > kSpan ? t.tile : kSpan; }
+    static int64_t span_length(const MlTask& t) { return t.weight.kind == ML_FLOAT32 ? kPlainSpan : kSpan; }
+    static int64_t unit_length(const MlTask& t) { return std::max<int64_t>(t.tile, span_length(t)); }
 
     // How many rows are taken together: of short ones some, for each has a cost of its own.
     static int64_t rows_together(const MlTask& t) {
         const bool by_row = t.weight.tensor_scale || t.first.tensor_scale || t.second.tensor_scale;  // other units
         const bool one_scale = is_scaled(t.weight) && t.weight.per_tensor;
-        if (t.cols <= 0 || 2 * pitch(t) > kSpan || one_scale || by_row) return 1;
-        return std::min<int64_t>(kSpan / pitch(t), kMaxChunks / chunks_per_row(t));
+        if (t.cols <= 0 || 2 * pitch(t) > span_length(t) || one_scale || by_row) return 1;
+        return std::min(span_length(t) / pitch(t), (int64_t)kMaxChunks / chunks_per_row(t));
     }
 
     // Whether a row's end is no end of anything, so that all rows are as good as one: chunks, blocks and codes of the next row

@@ -6,7 +6,7 @@
 namespace masterless {
 inline namespace MASTERLESS_ISA {
 
-constexpr int kMaxSpan = 8192;  // elements in the buffers at once
+constexpr int kMaxSpan = 12288;  // elements in the buffers at once
 constexpr int kMaxBlocks = kMaxSpan / 16;
 constexpr int kPair = 32;  // chunks are gone through in pairs of vectors: their lengths are multiples of this
 

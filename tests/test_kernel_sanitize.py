@@ -20,11 +20,11 @@ torch.set_num_threads(2)
 rng = random.Random({seed})
 for _ in range(3):
     k.check([k.random_case(rng) for _ in range(12)])
-k.check([k.Case(weight="int8:row", first="int4:row", second="log4:row", shape=(2, 9000), steps=1)])
+k.check([k.Case(weight="int8:row", first="int4:row", second="log4:row", shape=(2, 13000), steps=1)])
 for name in ("int4", "int3", "fp8", "int4+6", "dynamic8", "bf16"):
     CpuBackend().decode(Storage.zeros(parse(name), (3, 5, 201)).encode_(torch.randn(3, 5, 201)), torch.bfloat16)
 for name in ("int4", "int3", "fp8:row", "int4+6", "dynamic8", "int4:1024", "log2", "mxfp4"):
-    for shape in ((3, 5, 201), (2, 9000), (40, 7)):
+    for shape in ((3, 5, 201), (2, 13000), (40, 7)):
         CpuBackend().encode(Storage.zeros(parse(name), shape), torch.rand(shape, dtype=torch.bfloat16))
 print("clean")
 """
