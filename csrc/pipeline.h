@@ -232,7 +232,9 @@ class Pipeline {
         return {(const char*)start + (s.row * t_.cols + s.col + s.count()) * bits / 8, elements * bits / 8};
     }
 
+    // Of what is not stored so, nothing: a request for what is at no address is a walk through the page tables, every time.
     Upcoming after(const Span& s, const MlStorage& stored, int elements) const {
+        if (stored.kind == ML_NONE || stored.kind == ML_FACTORED) return {(const char*)t_.grad, 0};
         if (is_scaled(stored) && !stored.values) return after(s, stored.codes, stored.bits, elements);
         return after(s, stored.values, stored.kind == ML_BFLOAT16 ? 16 : 32, elements);
     }
