@@ -87,20 +87,20 @@ bool advance_any(const MlTask& task, const Span& span, const Tile& tile) {
 // apart stand in the same byte, four bits apart, so that two vectors of them are read at once.
 constexpr int kHalf = kChunk / 2;
 
-// The codes of a packed chunk, of two bits or of four: of elements o and, four bits higher, those half a chunk later. What
-// stands above a code is another's.
-__attribute__((always_inline)) inline vi packed_pair(const uint8_t* data, int o, bool two_bits) {
-    if (two_bits && o >= kHalf / 2) return load_bytes(data + (o - kHalf / 2)) >> 2;
-    return load_bytes(data + o);
-}
-
-// Codes as `packed_pair` reads them: two-bit codes of a short chunk become four-bit ones, in the caller's room, for
-// vectors of them need not start where bytes do.
+// Packed codes of two bits or of four, so that a byte has that of element o and, four bits higher, that of the element half a
+// chunk later: as four-bit codes are stored. Two-bit ones are widened in the caller's room, once for a chunk, for a loop that
+// asks which they are takes longer. What stands above a code there is another's.
 inline const uint8_t* readable_codes(const uint8_t* data, int bits, int length, uint8_t* room) {
-    if (bits != 2 || length == kChunk) return data;
+    if (bits != 2) return data;
+    if (length == kChunk) {
+        const Words32 codes = load<Words32>(data);
+        store(room, codes);
+        store(room + kHalf / 2, codes >> 2);
+        return room;
+    }
     const int height = length / 4;  // 24 at the most
     const Words64 codes = load_some<Words64>(data, height);
-    store_side_by_side(room, codes & 0x33333333u, (codes >> 2) & 0x33333333u, height);
+    store_side_by_side(room, codes, codes >> 2, height);
     return room;
 }
 
@@ -110,7 +110,7 @@ inline vi joined(vi upper, vi lower) {
     return ((upper & 15) << kFiner) | (lower & ((1 << kFiner) - 1));
 }
 
-// Whether all of a chunk has one scale, and codes that `packed_pair` reads, or bytes.
+// Whether all of a chunk has one scale, and codes that `readable_codes` takes, or bytes.
 inline bool has_chunk_scales(const MlStorage& s, const Span& span) {
     return is_scaled(s) && !s.values && span.has_even_chunks() && (s.block == kChunk || s.block == span.length);
 }
@@ -169,8 +169,6 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     const bool two_bit_seconds = task.second.bits == 2, few_seconds = kSecondPacked && kLongTables && two_bit_seconds;
     const vi weight_zero = splat(task.weight.zero_code), first_zero = splat(task.first.zero_code);
     const uint8_t* hidden = kHasHidden ? packed_hidden_codes(task.weight, span) : nullptr;
-    const bool two_bit_weights = kWeight == From::kTable && task.weight.bits == 2;
-    const bool two_bit_firsts = task.first.bits == 2;
     CodeCursor weight_at(packed_codes(task.weight, span), task.weight.bits),
         first_at(packed_codes(task.first, span), task.first.bits),
         second_at(packed_codes(task.second, span), task.second.bits);
@@ -201,7 +199,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
         vf weight_scale;
         const uint8_t *weight_codes = nullptr, *finer_codes = nullptr, *first_codes = nullptr, *second_codes = nullptr;
         const auto readable = [&](const uint8_t* codes, int bits, int room) {
-            return kWhole ? codes : readable_codes(codes, bits, length, rooms[room]);
+            return readable_codes(codes, bits, length, rooms[room]);
         };
         if (kWeightStored) {
             const float scale = kWeight == From::kGroups ? 1.0f : weight_scales[k];
@@ -242,9 +240,6 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
         // Inlined once for every kind of chunk: what is known of it is then no variable.
         const auto advance = [&](bool is_short, bool may_be_zero, bool few_seconds) __attribute__((always_inline)) {
             const int half = is_short ? length / 2 : kHalf;
-            const auto pair = [&](const uint8_t* codes, int i, bool two_bits) __attribute__((always_inline)) {
-                return packed_pair(codes, i, two_bits && !is_short);
-            };
             // Of groups that end within a half of a chunk there is one at a time in either half; of a short chunk, all.
             vi weight_peak{}, group_peaks[kChunk / kGroup]{};
             vf first_peak{};
@@ -252,10 +247,10 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             for (int i = 0; i < half; i += kLanes) {
                 if (kWeight != From::kPlace) next_gradient.ask_for_lines<kNarrow ? 2 : 4>(i);
                 vi weight_pair{}, finer_pair{}, first_pair{}, second_pair{};
-                if (kWeight == From::kTable || kInTwo) weight_pair = pair(weight_codes, i, two_bit_weights);
-                if (kInTwo) finer_pair = pair(finer_codes, i, kFiner == 2);
-                if (kPacked) first_pair = pair(first_codes, i, two_bit_firsts);
-                if (kSecondPacked) second_pair = pair(second_codes, i, two_bit_seconds);
+                if (kWeight == From::kTable || kInTwo) weight_pair = load_bytes(weight_codes + i);
+                if (kInTwo) finer_pair = load_bytes(finer_codes + i);
+                if (kPacked) first_pair = load_bytes(first_codes + i);
+                if (kSecondPacked) second_pair = load_bytes(second_codes + i);
                 vf weights[2];
                 SecondMoment seconds[2];
                 Begun begun[2];

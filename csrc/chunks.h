@@ -89,7 +89,7 @@ inline void encode_scaled_chunk(const Grid& grid, const Blocks& blocks, int firs
             const Units units(blocks.scale[first + k], kHidden);
             power = splat(units.power), inverse = splat(units.inverse);
         }
-#pragma GCC unroll 8
+#pragma GCC unroll kVectors
         for (int i = k * vectors; i < (k + 1) * vectors; ++i) {
             const vf number = held(load<vf>(numbers + i * kLanes));
             const vf x = kPlain ? number : number * power;
@@ -213,7 +213,7 @@ __attribute__((noinline)) void encode_log_chunk(const LogBlock& block, const flo
 template <int kBits>
 inline void encode_plain_chunk(const PlainLogGrid& grid, const float* x, int length, const ChunkDraw& random, uint8_t* data) {
     vi codes[kVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll kVectors
     for (int i = 0; i < length / kLanes; ++i) codes[i] = grid.encode(load<vf>(x + i * kLanes), random, i * kLanes);
     pack_vectors<kBits, kFraction, true, true>(codes, length, data);
 }
