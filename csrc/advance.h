@@ -18,7 +18,8 @@ struct Tile {
     const float* g;
     const uint16_t* narrow_g;  // bf16, in its place; null: g
     float *w, *m, *v;          // in: as decoded, unless they are read where they are stored; out: target, new moments
-    float* backup;             // of w, or null
+    float* backup;             // of w, or null; of `advance_chunks`, where tiles are chunks, only that of the last chunk
+    int* stopped;              // out, `advance_chunks`: the chunk whose target is not finite, if it went no further
     // Out, `advance_chunks`: the largest magnitudes of every chunk, by lanes; of weights in groups, of every group.
     vf *weight_peaks, *first_peaks;
     LogChunk* second_statistics;     // out, likewise
@@ -178,6 +179,8 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     ChunkWalk walk(span);
     const int all_chunks = span.chunks();
     int start = 0, groups_start = 0;
+    // A chunk that stands or falls alone is all that may have to be put back: its backup stays in the first cache.
+    const bool stops = kWeight == From::kPlace && task.tile <= kChunk && (span.rows() == 1 || span.length <= kChunk);
     ChunkScales weight_scales, first_scales;
     LogTables<kCarries> seconds_of;
     LogLevels second_levels;
@@ -237,6 +240,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
         next_first.ask_for_all();
         next_second.ask_for_all();
         if (kWeight != From::kPlace) next_weight.ask_for_all();
+        float* const backup = kWeight == From::kPlace ? b.backup + (stops ? 0 : start) : nullptr;
         // Inlined once for every kind of chunk: what is known of it is then no variable.
         const auto advance = [&](bool is_short, bool may_be_zero, bool few_seconds) __attribute__((always_inline)) {
             const int half = is_short ? length / 2 : kHalf;
@@ -303,7 +307,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                     vf target = fms(w, c.decay, moved), first = u.first;
                     if (kPaysBack) pay_back(target, first, c);
                     store(b.w + e, target);
-                    if (kWeight == From::kPlace) store(b.backup + e, w);
+                    if (kWeight == From::kPlace) store(backup + o, w);
                     vi& peak = kWeight != From::kGroups ? weight_peak : group_peaks[is_short ? o / kGroup : j];
                     peak = max(peak, bits(target) & 0x7FFFFFFF);  // infinity and NaN are above the numbers
                     store(b.m + e, first);
@@ -344,6 +348,10 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
             kLongTables && kWhole && few_seconds ? advance(false, true, true) : advance(false, true, false);
         else
             kLongTables && few_seconds ? advance(false, false, true) : advance(false, false, false);
+        if (kWeight == From::kPlace && stops && !all(largest_target < 0x7F800000)) {
+            *b.stopped = chunk;
+            break;
+        }
         next_gradient.at += length * (kNarrow ? 2 : 4);
         if (kWeight == From::kPlace) next_weight.at += length * 4;
         start += length;

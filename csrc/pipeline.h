@@ -65,13 +65,21 @@ class Pipeline {
 
     // Steps some whole rows that fit together (`rows_together`). Returns the bad gradients.
     int64_t step_rows(int64_t row, int64_t rows) {
+        if (rows == 1) return step(row, 0, t_.cols);
         const Span s{row, 0, (int)(rows * pitch(t_)), chunk(row, 0), (int)t_.cols, (int)pitch(t_)};
         const bool finite = load_gradient(s);
         if (finite && target(s, s.has_whole_vectors())) {
             finish(s, Known{});
             return 0;
         }
-        if (finite && w_ != b_.w) copy_floats(w_, b_.w, s.n);  // a weight that was stepped where it lies
+        if (finite && stopped_ >= 0) {  // a row is a chunk
+            const int64_t done = stopped_;
+            put_back(done * t_.cols, t_.cols);
+            if (done) finish({row, 0, (int)(done * t_.cols), s.chunk, s.length, s.pitch}, Known{});
+            const int64_t bad = step(row + done, 0, t_.cols), rest = rows - done - 1;
+            return rest ? bad + step_rows(row + done + 1, rest) : bad;
+        }
+        if (finite) put_back(0, s.n);
         int64_t bad = 0;
         for (int64_t i = row; i < row + rows; ++i) bad += step(i, 0, t_.cols);
         return bad;
@@ -87,7 +95,14 @@ class Pipeline {
             return 0;
         }
         const int64_t found = n > t_.tile ? 0 : finite ? count_lost(s.n) : count_bad(s.n);
-        if (finite && w_ != b_.w) copy_floats(w_, b_.w, s.n);  // a weight that was stepped where it lies
+        if (n > t_.tile && finite && stopped_ >= 0) {
+            const int64_t done = (int64_t)stopped_ * kChunk, tile = std::min<int64_t>(kChunk, n - done), rest = n - done - tile;
+            put_back(done, tile);
+            if (done) finish(span(row, col, done), Known{weight_scale_});
+            const int64_t bad = step(row, col + done, tile);
+            return rest ? bad + step(row, col + done + tile, rest) : bad;
+        }
+        if (finite) put_back(0, s.n);
         if (n <= t_.tile) return found;
         int64_t bad = 0;
         for (int64_t e = 0; e < n; e += t_.tile) bad += step(row, col + e, n - e < t_.tile ? n - e : t_.tile);
@@ -142,7 +157,7 @@ class Pipeline {
     void decode_weight(const Span& s) { decode(t_.weight, t_.cols, s, b_.codes(), b_.w); }
 
     // From the loaded gradient: w becomes the target W~, m and v the new moments; false if a target is not finite. With
-    // `in_place` a plain fp32 weight is its own buffer, and buffer w what it was.
+    // `in_place` a plain fp32 weight is its own buffer, and buffer w what it was, or what its last chunk was.
     bool target(const Span& s, bool in_place = false) {
         in_place = in_place && t_.weight.kind == ML_FLOAT32 && stores_weight_;
         w_ = in_place ? (float*)t_.weight.values + s.row * t_.cols + s.col : b_.w;
@@ -166,7 +181,8 @@ class Pipeline {
     // The rule on what is decoded.
     bool apply_rule(const Span& s, RuleFunction rule, bool in_place) {
         const int at_a_time = rule == any_ ? kLanes : kChunk;
-        const Tile tile{g_, narrow_g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr,
+        stopped_ = -1;
+        const Tile tile{g_, narrow_g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr, &stopped_,
                         b_.weight_peaks, b_.first_peaks, b_.second_statistics,
                         after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, at_a_time), after(s, t_.weight, at_a_time),
                         after(s, t_.first, kChunk), after(s, t_.second, kChunk), &c_, &weight_levels_, &first_levels_};
@@ -184,6 +200,11 @@ class Pipeline {
 
   private:
     friend class Phases;
+
+    // Of a weight that was stepped where it lies: so many elements from element `at` of the span, as they were.
+    void put_back(int64_t at, int64_t n) {
+        if (w_ != b_.w) copy_floats(w_ + at, b_.w, (int)n);
+    }
 
     // Spans of one length go the same way.
     const Passage& passage_of(const Span& s, bool in_place) {
@@ -390,6 +411,7 @@ class Pipeline {
     const RuleFunction any_;
     const Draw weight_draw_, first_draw_, second_draw_;
     Noted noted_weight_, noted_first_, noted_second_;  // of the span whose target is known
+    int stopped_ = -1;        // likewise: the chunk that the rule stopped at, or -1 if it did not
     bool asks_late_ = false;  // likewise: the gradient of the next span
 };
 
