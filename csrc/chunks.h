@@ -25,6 +25,11 @@ inline uint8_t* packed_hidden_codes(const MlStorage& s, const Span& span) {
 }
 
 constexpr int kVectors = kChunk / kLanes;  // of a chunk
+#if defined(__SANITIZE_ADDRESS__)
+constexpr int kUnrolled = 8;  // with checks everywhere, longer code takes minutes to compile
+#else
+constexpr int kUnrolled = kVectors;  // then a vector's place among the random numbers is known to the compiler
+#endif
 constexpr int kGroup = 32;                 // elements that share a scale in the INT4 of served checkpoints
 
 // Bits `kLow` to `kLow + P` of a chunk's codes as a plane (`packing.h`). Above those a code may have others, unless kTop:
@@ -89,7 +94,7 @@ inline void encode_scaled_chunk(const Grid& grid, const Blocks& blocks, int firs
             const Units units(blocks.scale[first + k], kHidden);
             power = splat(units.power), inverse = splat(units.inverse);
         }
-#pragma GCC unroll kVectors
+#pragma GCC unroll kUnrolled
         for (int i = k * vectors; i < (k + 1) * vectors; ++i) {
             const vf number = held(load<vf>(numbers + i * kLanes));
             const vf x = kPlain ? number : number * power;
@@ -213,7 +218,7 @@ __attribute__((noinline)) void encode_log_chunk(const LogBlock& block, const flo
 template <int kBits>
 inline void encode_plain_chunk(const PlainLogGrid& grid, const float* x, int length, const ChunkDraw& random, uint8_t* data) {
     vi codes[kVectors];
-#pragma GCC unroll kVectors
+#pragma GCC unroll kUnrolled
     for (int i = 0; i < length / kLanes; ++i) codes[i] = grid.encode(load<vf>(x + i * kLanes), random, i * kLanes);
     pack_vectors<kBits, kFraction, true, true>(codes, length, data);
 }
