@@ -26,7 +26,7 @@ inline uint8_t* packed_hidden_codes(const MlStorage& s, const Span& span) {
 
 constexpr int kVectors = kChunk / kLanes;  // of a chunk
 #if defined(__SANITIZE_ADDRESS__)
-constexpr int kUnrolled = 8;  // with checks everywhere, longer code takes minutes to compile
+constexpr int kUnrolled = 1;  // with checks everywhere, longer code takes minutes to compile
 #else
 constexpr int kUnrolled = kVectors;  // then a vector's place among the random numbers is known to the compiler
 #endif
