@@ -25,12 +25,15 @@ inline uint8_t* packed_hidden_codes(const MlStorage& s, const Span& span) {
 }
 
 constexpr int kVectors = kChunk / kLanes;  // of a chunk
-#if defined(__SANITIZE_ADDRESS__)
-constexpr int kUnrolled = 1;  // with checks everywhere, longer code takes minutes to compile
-#else
-constexpr int kUnrolled = kVectors;  // then a vector's place among the random numbers is known to the compiler
-#endif
 constexpr int kGroup = 32;                 // elements that share a scale in the INT4 of served checkpoints
+
+// How often loops over a chunk's vectors are unrolled: wholly, so that the compiler knows every vector's place among the random
+// numbers. With a sanitizer's checks in it that code takes minutes to compile.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr int kUnrolled = 1;
+#else
+constexpr int kUnrolled = kVectors;
+#endif
 
 // Bits `kLow` to `kLow + P` of a chunk's codes as a plane (`packing.h`). Above those a code may have others, unless kTop:
 // then there is nothing that a byte would hold. With kBelow there is anything below them.
