@@ -177,6 +177,9 @@ void ml_decode(const MlStorage* storage, int64_t rows, int64_t cols, int32_t vis
 // scale of scales must be there.
 void ml_encode(const MlStorage* storage, int64_t rows, int64_t cols, const void* in, int32_t in_is_bf16, int32_t threads);
 
+// Asks for the cache lines at these addresses, which may be any: nothing is read.
+void ml_ask_for(const uint64_t* addresses, int64_t count);
+
 const char* ml_instruction_set(void);  // the one that runs: "avx512", "avx2", "neon" or "portable"
 int32_t ml_has_openmp(void);
 const char* ml_interface(void);  // the structs and enumerations above, as JSON

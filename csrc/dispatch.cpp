@@ -115,6 +115,10 @@ void ml_encode(const MlStorage* storage, int64_t rows, int64_t cols, const void*
     chosen().kernel->encode(*storage, rows, cols, in, in_is_bf16 != 0, threads);
 }
 
+void ml_ask_for(const uint64_t* addresses, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) __builtin_prefetch((const void*)addresses[i], 0, 2);
+}
+
 const char* ml_instruction_set(void) { return chosen().name; }
 
 int32_t ml_has_openmp(void) {

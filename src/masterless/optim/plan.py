@@ -152,6 +152,8 @@ class StepPlan:
         self, optimizer: LowBitOptimizer, members: Sequence[Member]
     ) -> tuple[Sequence[Member], Sequence[Tensor]]:
         """The members with a gradient, and their gradients as dense memory; all are checked before anything moves."""
+        if self.batch is not None and self.batch.watch is not None:
+            self.batch.watch.gradients.ask()
         with torch._C.DisableTorchFunctionSubclass():  # a subclass's attributes are slow calls otherwise
             grads: list[Any] = [*map(_grad, self._parameters(members))]
             types = {*map(type, grads)}

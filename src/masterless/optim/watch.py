@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from masterless.backends.cpu import ahead
 from masterless.formats.storage import COUNTERS
 from masterless.tensor.quantized import QuantizedTensor
 
@@ -65,6 +66,31 @@ def _settings(optimizer: LowBitOptimizer, group: dict[str, Any]) -> tuple[Any, .
     )
 
 
+# Tensors whose memory is looked at together: the second and the third look find them in a cache, and the next ones are
+# on their way.
+_AT_A_TIME = 128
+_FEW = 8  # members: what these wait for does not pay for asking ahead
+
+
+class _Places:
+    """Where some tensors lie, how long they are, and that they are contiguous."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self._addresses, self._nbytes = [*map(_address, tensors)], [*map(_nbytes, tensors)]
+        if not all(map(_is_contiguous, tensors)):
+            raise TypeError("described are only tensors that are contiguous")
+
+    def hold(self) -> bool:
+        """Whether all of it is as it was."""
+        tensors = self.tensors
+        return (
+            [*map(_address, tensors)] == self._addresses
+            and [*map(_nbytes, tensors)] == self._nbytes
+            and all(map(_is_contiguous, tensors))
+        )
+
+
 class Watch:
     """All that descriptions of some parameters' steps were made from."""
 
@@ -84,18 +110,24 @@ class Watch:
         self._dense = [p for p in self.parameters if not isinstance(p, QuantizedTensor)]
         self._storages = [*map(_stored, self._quantized)]
         # Of a moment's own counters, which are read as tensors, the identity says everything.
-        self._tensors = [t for key, t in zip(self._keys, self._values, strict=True) if not key.endswith(COUNTERS)]
-        self._tensors += self._dense
+        tensors = [t for key, t in zip(self._keys, self._values, strict=True) if not key.endswith(COUNTERS)]
+        tensors += self._dense
         for storage in self._storages:
-            self._tensors += storage.tensors.values()
-        self._addresses = [*map(_address, self._tensors)]
-        self._shaped = [t for t in self._tensors if t.dim()]  # of a number the address says everything
-        self._nbytes = [*map(_nbytes, self._shaped)]
-        if not all(map(_is_contiguous, self._shaped)):
-            raise TypeError("described are only tensors that are contiguous")
+            tensors += storage.tensors.values()
+        whole = [t for t in tensors if t.dim()]  # of a number the address says everything
+        self._places = [_Places(whole[i : i + _AT_A_TIME]) for i in range(0, len(whole), _AT_A_TIME)]
+        self._numbers = [t for t in tensors if not t.dim()]
+        self._of_numbers = [*map(_address, self._numbers)]
         self._dense_shapes = [*map(_shape, self._dense)]
         with torch._C.DisableTorchFunctionSubclass():  # a subclass's attributes are slow calls otherwise
             self.shapes = [*map(_shape, self.parameters)]
+        few = len(members) < _FEW
+        # Where the gradients were: in many loops the next ones are there, too.
+        self.gradients = ahead.NOTHING if few else ahead.of_tensors([*self.parameters, *grads])
+        objects = [*self._own_states, *self._values, *self._storages]
+        self._objects = ahead.NOTHING if few else ahead.of_objects(objects)
+        parts = [*(places.tensors for places in self._places), self._numbers]
+        self._lines = [ahead.NOTHING if few else ahead.of_tensors(tensors) for tensors in parts]
 
     @classmethod
     def of(cls, optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> Watch | None:
@@ -107,6 +139,7 @@ class Watch:
 
     def holds(self, optimizer: LowBitOptimizer, members: Sequence[Member], grads: Sequence[Tensor]) -> bool:
         """Whether all of it is as it was."""
+        self._objects.ask()
         return (
             (self.are_members(members) or self._had_members(members))
             and self._has_states(optimizer.state)
@@ -114,12 +147,20 @@ class Watch:
             and all(map(is_, chain.from_iterable(map(dict.values, self._own_states)), self._values))
             and _same([*map(_stored, self._quantized)], self._storages)
             and [*map(_dtype, grads)] == self._grads
-            and [*map(_address, self._tensors)] == self._addresses
-            and [*map(_nbytes, self._shaped)] == self._nbytes
-            and all(map(_is_contiguous, self._shaped))
+            and self._have_memory()
             and [*map(_shape, self._dense)] == self._dense_shapes  # a quantized one's is that of its storage
             and [_settings(optimizer, group) for group in self._distinct] == self._settings
         )
+
+    def _have_memory(self) -> bool:
+        """Whether all tensors have the memory that they had."""
+        lines = iter(self._lines)
+        next(lines).ask()
+        for places in self._places:
+            next(lines).ask()
+            if not places.hold():
+                return False
+        return [*map(_address, self._numbers)] == self._of_numbers
 
     def are_members(self, members: Sequence[Member]) -> bool:
         """Whether these are the very members, known at a glance (a tuple of them cannot have changed)."""
