@@ -1,6 +1,6 @@
 """Where a step's time goes: nanoseconds and cycles of each phase, measured alone on a span that stays in the cache.
 
-    python benchmarks/phases.py [--isa avx2] [--repeats 200] [--only TEXT]
+    python benchmarks/phases.py [--isa avx2] [--repeats 200] [--only TEXT] [--row 96]
 
 Builds the kernel with `ml_phases` under `build/phases` and asks it for the rows of `ENTRIES`. Cycles are those of 16
 elements (a vector of AVX-512), by the time that a chain of dependent multiplications takes. Phases that follow each
@@ -19,7 +19,7 @@ import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SHAPE = (16, 12288)  # a row is the longest span that the kernel takes at once
+SPAN = 12288  # the longest that the kernel takes at once: a row by default, or some shorter ones
 # what: format of the weight (None: dense fp32), dtype of the gradient, options of AdamW
 ENTRIES = {
     "fp32, int8/log8": (None, "float32", {"exp_avg": "int8", "exp_avg_sq": "log8"}),
@@ -41,7 +41,7 @@ def build() -> Path:
     return folder / "_masterless_cpu.so"
 
 
-def measure(name: str, repeats: int) -> dict[str, float]:
+def measure(name: str, repeats: int, row: int) -> dict[str, float]:
     """Nanoseconds per element of every phase, and those of a cycle."""
     import torch
     from torch.nn import Parameter
@@ -50,15 +50,16 @@ def measure(name: str, repeats: int) -> dict[str, float]:
     from masterless.backends.cpu.interface import interface
 
     torch.set_num_threads(1)
+    shape = (16 * SPAN // row, row)
     torch.manual_seed(0)
     weight, dtype, options = ENTRIES[name]
-    dense = (torch.randn(SHAPE) * 0.02).to(getattr(torch, dtype))
+    dense = (torch.randn(shape) * 0.02).to(getattr(torch, dtype))
     p = Parameter(dense if weight is None else ml.QuantizedTensor.from_dense(dense, weight))
-    p.grad = (torch.randn(SHAPE) * 0.01).to(dense.dtype)
+    p.grad = (torch.randn(shape) * 0.01).to(dense.dtype)
     # Thousands of steps with the same random numbers must not lead anywhere, hence the tiny learning rate.
     optimizer = ml.AdamW([p], 1e-9, weight_decay=0.1, **options)
     for _ in range(300):  # until the correction of v's bias hardly moves: an early one would make momentum grow
-        p.grad.copy_(torch.randn(SHAPE) * 0.01)
+        p.grad.copy_(torch.randn(shape) * 0.01)
         optimizer.step()
     assert optimizer.plan.batch is not None
     record = optimizer.plan.batch.parts[0][2].records
@@ -82,10 +83,11 @@ def main() -> None:
     parser.add_argument("--isa", default="", help="instruction set: avx512, avx2 or portable")
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--only", default="", help="entries whose name contains this")
+    parser.add_argument("--row", type=int, default=SPAN, help="elements of a row")
     arguments = parser.parse_args()
     os.environ |= {"MASTERLESS_KERNEL": str(build()), "MASTERLESS_ISA": arguments.isa}
     for name in [name for name in ENTRIES if arguments.only in name]:
-        phases = measure(name, arguments.repeats)
+        phases = measure(name, arguments.repeats, arguments.row)
         cycle = phases.pop("cycle")
         print(f"\n| {name} | ns per parameter | cycles / 16 |", "| --- " * 3 + "|", sep="\n")
         for phase, time in phases.items():

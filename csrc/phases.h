@@ -16,8 +16,11 @@ class Phases {
     static std::string measure(MlTask& t, int repeats) {
         Workspace work;
         Pipeline p(t, work, nullptr, nullptr, true);
-        const Span s = p.span(0, 0, std::min(t.cols, Pipeline::span_length(t)));
-        Phases phases(repeats, s.n);
+        const int64_t rows = std::min(t.rows, Pipeline::rows_together(t)), pitch = Pipeline::pitch(t);
+        const Span s = rows > 1 ? Span{0, 0, (int)(rows * pitch), p.chunk(0, 0), (int)t.cols, (int)pitch}
+                                : p.span(0, 0, std::min(t.cols, Pipeline::span_length(t)));
+        const auto step = [&] { rows > 1 ? p.step_rows(0, rows) : p.step(0, 0, s.n); };
+        Phases phases(repeats, s.count());
         const auto store_moment = [&](const char* name, const MlStorage& stored, float* x, const Noted& noted,
                                       const Draw& draw) {
             if (!is_scaled(stored)) return;
@@ -48,16 +51,16 @@ class Phases {
         store_moment("second moment", t.second, work.v, p.noted_second_, p.second_draw_);
         phases.add("all", [&] {
             ++t.weight.key;  // thousands of steps with the same random numbers would lead somewhere
-            p.step(0, 0, s.n);
+            step();
         });
         const auto chain = [&] {  // of dependent multiplications, each of three cycles
             uint64_t x = 1, factor = (uint64_t)s.n | 1;
-            for (int i = 0; i < s.n; i += 3) {
+            for (int i = 0; i < s.count(); i += 3) {
                 x *= factor;
                 __asm__ volatile("" : "+r"(x));
             }
         };
-        phases.add("cycle", chain, [&] { p.step(0, 0, s.n); });  // at the frequency that vectors leave
+        phases.add("cycle", chain, step);  // at the frequency that vectors leave
         return phases.text_ + "}";
     }
 
