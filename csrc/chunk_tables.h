@@ -22,6 +22,20 @@ inline Table code_levels(const MlStorage& s) {
     return levels;
 }
 
+// Whether the metadata of a span's chunks lies side by side, because they are blocks, or rows that are blocks.
+inline bool has_chunk_metadata(const MlStorage& s, const Span& span) { return s.block == kChunk || span.length <= kChunk; }
+
+// Calls f(k, block) for `count` chunks of a span from number `first` on whose blocks are its rows, counted from its first.
+template <class F>
+inline void for_each_row_block(const Span& span, int first, int count, F&& f) {
+    const int per_row = span.chunks_of_row();
+    int row = span.rows() == 1 ? 0 : first / per_row, left = (row + 1) * per_row - first;
+    for (int k = 0; k < count; ++k) {
+        f(k, row);
+        if (--left == 0) ++row, left = per_row;
+    }
+}
+
 // The scales of chunks, which are blocks, or share those of their rows, or have groups of their own.
 class ChunkScales {
   public:
@@ -29,10 +43,9 @@ class ChunkScales {
 
     // Of `count` chunks of a span from number `first` on.
     void read(const MlStorage& s, const Span& span, int first, int count) {
-        if (s.block == kChunk) return read_blocks(s, span, first, count, 1.0f);
+        if (has_chunk_metadata(s, span)) return read_blocks(s, span, first, count, 1.0f);
         const int64_t index = metadata_index(s, span);
-        const int per_row = span.chunks_of_row();
-        for (int k = 0; k < count; ++k) scales_[k] = read_scale(s, span.row, index + (first + k) / per_row);
+        for_each_row_block(span, first, count, [&](int k, int row) { scales_[k] = read_scale(s, span.row, index + row); });
     }
 
     // Of all groups of kTogether chunks, the first of which starts at element `start` of the span: those of the finest levels.
@@ -53,19 +66,45 @@ class ChunkScales {
     alignas(64) float scales_[kTogether * kGroups];
 };
 
+// The stored metadata of logarithmic blocks, one for each of some chunks.
+class StoredLogBlocks {
+  public:
+    const int16_t *tops, *steps;
+
+    // Of `count` chunks of a span from number `first` on.
+    StoredLogBlocks(const MlStorage& s, const Span& span, int first, int count) {
+        const int64_t index = metadata_index(s, span);
+        tops = s.top + index + first, steps = s.step + index + first;
+        if (has_chunk_metadata(s, span)) return;
+        tops = of_chunks_[0], steps = of_chunks_[1];
+        for_each_row_block(span, first, count, [&](int k, int row) {
+            of_chunks_[0][k] = s.top[index + row], of_chunks_[1][k] = s.step[index + row];
+        });
+    }
+    StoredLogBlocks(const StoredLogBlocks&) = delete;
+
+  private:
+    int16_t of_chunks_[2][kTogether];
+};
+
 // The levels of second moments whose codes are bytes.
 class LogLevels {
   public:
     // Of `count` chunks of a span from number `first` on.
     void read(const MlStorage& s, const Span& span, int first, int count, const Scalars& c) {
-        const int64_t index = metadata_index(s, span);
-        const int per_block = s.block == kChunk ? 1 : span.chunks_of_row();
+        const StoredLogBlocks stored(s, span, first, count);
         may_be_zero_ = false;
-        for (int k = 0; k < count; ++k) {
-            const LogBlock block = read_log_block(s, index + (first + k) / per_block);
-            tops_[k] = block.top, steps_[k] = block.step << kStepUnit, zero_flags_[k] = -(int32_t)block.zero_flag;
-            const int64_t lowest = block.top - (int64_t)steps_[k] * kLast;
-            may_be_zero_ |= block.zero_flag || lowest <= 0 || !(from_bits((uint32_t)lowest) * c.keep2[0] > 0.0f);
+        for (int k = 0; k < count; k += kLanes) {
+            const int some = count - k < kLanes ? count - k : kLanes;
+            const vi top = load_some_halves((const uint16_t*)stored.tops + k, some) << 16;
+            const vi raw = load_some_halves((const uint16_t*)stored.steps + k, some), step = raw & 0x7FFF;
+            const vi zero_flag = -(raw >> 15);
+            const vf lowest = level(splat(kLast), top, step << kStepUnit);  // modulo 2^32, hence the other look
+            const vi is_positive = ((top >> kStepUnit) > kLast * step) & (lowest * c.keep2 > 0.0f);
+            may_be_zero_ |= !all((is_positive & (zero_flag == 0)) | (lane_numbers() >= some));
+            store(tops_ + k, top);
+            store(steps_ + k, step << kStepUnit);
+            store(zero_flags_ + k, zero_flag);
         }
     }
 
@@ -95,14 +134,8 @@ class LogTables {
   public:
     // Of `count` chunks of a span from number `first` on.
     void make(const MlStorage& s, const Span& span, int first, int count, const Scalars& c) {
-        const int64_t index = metadata_index(s, span);
-        if (s.block == kChunk) return make(s, s.top + index + first, s.step + index + first, count, c);
-        int16_t tops[kTogether], steps[kTogether];
-        for (int k = 0; k < count; ++k) {
-            const int64_t block = index + (first + k) / span.chunks_of_row();
-            tops[k] = s.top[block], steps[k] = s.step[block];
-        }
-        make(s, tops, steps, count, c);
+        const StoredLogBlocks stored(s, span, first, count);
+        make(s, stored.tops, stored.steps, count, c);
     }
 
     // Whether some second moment is zero, before or after.

@@ -35,62 +35,66 @@ constexpr int kUnrolled = 1;
 constexpr int kUnrolled = kVectors;
 #endif
 
+// Calls f with the length of an even chunk as a constant: its loops are then unrolled, and its codes are packed by vectors.
+template <bool kWhole = false, class F>
+__attribute__((always_inline)) inline void with_length(int length, F&& f) {
+    if (kWhole || length == kChunk) return f(std::integral_constant<int, kChunk>{});
+    if (length == 3 * kPair) return f(std::integral_constant<int, 3 * kPair>{});
+    if (length == 2 * kPair) return f(std::integral_constant<int, 2 * kPair>{});
+    f(std::integral_constant<int, kPair>{});
+}
+
 // Bits `kLow` to `kLow + P` of a chunk's codes as a plane (`packing.h`). Above those a code may have others, unless kTop:
 // then there is nothing that a byte would hold. With kBelow there is anything below them.
-template <int P, int kLow, bool kTop, bool kBelow = false>
-inline void pack_vectors(const vi* codes, int length, uint8_t* data) {
-    if (P < 4 && length % (8 / P * kLanes)) {  // vectors do not start where bytes do, but words of eight bytes
-        alignas(64) uint8_t unpacked[kChunk];
-        for (int e = 0; e < length; e += kLanes) store_bytes(unpacked + e, codes[e / kLanes] >> kLow);
-        constexpr uint64_t kMask = kTop ? ~0ull : ((1ull << P) - 1) * 0x0101010101010101ull;
-        for (int i = 0; i < plane_bytes<P>(length); i += 8) {
-            uint64_t packed = 0;
-            for (int j = 0; j < 8 / P; ++j)
-                packed |= (load<uint64_t>(unpacked + j * plane_bytes<P>(length) + i) & kMask) << (j * P);
-            store(data + i, packed);
-        }
-        return;
-    }
-    const int height = length / kLanes * P / 8;  // in vectors
-    for (int i = 0; i < height; ++i) {
+template <int P, int kLow, bool kTop, bool kBelow, int kLength>
+__attribute__((always_inline)) inline void pack_vectors(const vi* codes, uint8_t* data) {
+    constexpr int kHeight = plane_bytes<P>(kLength);
+#pragma GCC unroll kUnrolled
+    for (int i = 0; i < kHeight; i += kLanes) {
         vi bytes{};
+#pragma GCC unroll 4
         for (int j = 0; j < 8 / P; ++j) {
-            const vi code = codes[i + j * height];
+            const int from = i + j * kHeight, rest = from % kLanes;
+            vi code = codes[from / kLanes];
+            if (kHeight % kLanes && rest)
+                code = from_lane(code, from / kLanes + 1 < kLength / kLanes ? codes[from / kLanes + 1] : code, rest);
             const int right = kLow - j * P;
             const vi placed = right > 0 ? code >> right : right < 0 ? code << -right : code;
             const bool is_alone = kTop && (j == 0 || !kBelow);
             bytes |= is_alone ? placed : placed & (((1 << P) - 1) << (j * P));
         }
-        store_bytes(data + i * kLanes, bytes);
+        if (kHeight - i >= kLanes)
+            store_bytes(data + i, bytes);
+        else
+            store_some_bytes(data + i, bytes, kHeight - i);
     }
 }
 
 // The codes of a chunk of so many bits, which stand from bit kAt on, and of which kHidden are stored apart.
-template <int kBits, int kHidden, int kAt>
-inline void pack_chunk_codes(const vi* codes, int length, uint8_t* data, uint8_t* hidden) {
+template <int kBits, int kHidden, int kAt, int kLength>
+inline void pack_chunk_codes(const vi* codes, uint8_t* data, uint8_t* hidden) {
     if constexpr (kHidden == 4) {
         static_assert(kBits == 8, "INT4 with four hidden bits");
-        pack_vectors<4, kAt + 4, kAt == 0, true>(codes, length, data);
-        pack_vectors<4, kAt, false, kAt != 0>(codes, length, hidden);
+        pack_vectors<4, kAt + 4, kAt == 0, true, kLength>(codes, data);
+        pack_vectors<4, kAt, false, kAt != 0, kLength>(codes, hidden);
     } else if constexpr (kBits == 6) {
-        pack_vectors<4, kAt + 2, kAt == 0, true>(codes, length, data);
-        pack_vectors<2, kAt, false, kAt != 0>(codes, length, data + length / 2);
+        pack_vectors<4, kAt + 2, kAt == 0, true, kLength>(codes, data);
+        pack_vectors<2, kAt, false, kAt != 0, kLength>(codes, data + kLength / 2);
     } else {
-        pack_vectors<kBits, kAt, true, kAt != 0>(codes, length, data);
+        pack_vectors<kBits, kAt, true, kAt != 0, kLength>(codes, data);
     }
 }
 
 // One scaled chunk, of one block or (kGroups) of groups. What rounding loses is injected into the moment, of which `peak` then has the largest
 // magnitudes. kPlain: all scales have plain units. kFits: no number lies beyond the outermost levels.
-template <class Grid, int kBits, int kHidden, bool kGroups, bool kStochastic, bool kInjects, bool kPlain, bool kFits>
-inline void encode_scaled_chunk(const Grid& grid, const Blocks& blocks, int first, const float* numbers, int length,
-                                const ChunkDraw& random, float* moment, vf share, vf& peak, uint8_t* data,
+template <class Grid, int kBits, int kHidden, bool kGroups, bool kStochastic, bool kInjects, bool kPlain, bool kFits, int kLength>
+inline void encode_scaled_chunk(const Grid& grid, const Blocks& blocks, int first, const float* numbers, const ChunkDraw& random, float* moment, vf share, vf& peak, uint8_t* data,
                                 uint8_t* hidden) {
     vi codes[kVectors];
     vf largest = peak;
-    const int vectors = (kGroups ? kGroup : length) / kLanes;  // of a block
+    constexpr int vectors = (kGroups ? kGroup : kLength) / kLanes;  // of a block
 #pragma GCC unroll 4
-    for (int k = 0; k < (kGroups ? length / kGroup : 1); ++k) {
+    for (int k = 0; k < (kGroups ? kLength / kGroup : 1); ++k) {
         const vf scale = splat(blocks.scale[first + k] * (1.0f / (float)(1 << kHidden)));
         vf power, inverse = splat(blocks.inverse[first + k]);
         if (!kPlain) {
@@ -111,7 +115,7 @@ inline void encode_scaled_chunk(const Grid& grid, const Blocks& blocks, int firs
             }
         }
     }
-    pack_chunk_codes<kBits, kHidden, Grid::template code_at<kStochastic>()>(codes, length, data, hidden);
+    pack_chunk_codes<kBits, kHidden, Grid::template code_at<kStochastic>(), kLength>(codes, data, hidden);
     peak = largest;
 }
 
@@ -130,7 +134,7 @@ struct Chunks {  // of a span
 
 // Those of a span. What is known of all its blocks is no question of each: held scales leave a weight of one block or another
 // beyond its levels, and whose nobody foretells.
-template <class Grid, int kBits, int kHidden, bool kGroups, bool kStochastic, bool kInjects, bool kPlain, bool kFits>
+template <class Grid, int kBits, int kHidden, bool kGroups, bool kStochastic, bool kInjects, bool kPlain, bool kFits, bool kWhole>
 inline void encode_scaled_chunks(const Grid& shared_grid, const Chunks& c) {
     // Copies, which no store below can change.
     const Grid grid = shared_grid;
@@ -145,15 +149,14 @@ inline void encode_scaled_chunks(const Grid& shared_grid, const Chunks& c) {
     Upcoming next = c.next;
     ChunkWalk walk(c.span);
     for (int chunk = 0, block = 0, left = per_block; chunk < chunks; ++chunk, walk.next()) {
-        const int length = walk.length();
+        const int length = kWhole ? kChunk : walk.length();
         const ChunkDraw random(kStochastic ? words[chunk] : 0, 0);
         if (!kInjects) next.ask_for_next<kLinesWithFirst>();
         vf& peak = peaks ? peaks[chunk] : unused;
-        const auto encode = [&](int elements) __attribute__((always_inline)) {
-            encode_scaled_chunk<Grid, kBits, kHidden, kGroups, kStochastic, kInjects, kPlain, kFits>(
-                grid, blocks, block, x, elements, random, moment, share, peak, data, hidden);
-        };
-        kPlain && length == kChunk ? encode(kChunk) : encode(length);
+        with_length<kWhole>(length, [&](auto known) __attribute__((always_inline)) {
+            encode_scaled_chunk<Grid, kBits, kHidden, kGroups, kStochastic, kInjects, kPlain, kFits, known()>(
+                grid, blocks, block, x, random, moment, share, peak, data, hidden);
+        });
         x += length, data += packed_offset(length, kBits - kHidden);
         if (kInjects) moment += length;
         if (kHidden) hidden += packed_offset(length, kHidden);
@@ -166,12 +169,17 @@ inline void encode_scaled_chunks(const Grid& grid, const Chunks& c) {
     int32_t known = Metadata::kFits | Metadata::kPlain;
     const int count = kGroups ? c.span.n / kGroup : (c.span.chunks() + c.chunks_per_block() - 1) / c.chunks_per_block();
     for (int k = 0; k < count; ++k) known &= c.blocks.known[k];
+    const auto encode = [&](auto is_plain, auto fits, auto is_whole) {
+        encode_scaled_chunks<Grid, kBits, kHidden, kGroups, kStochastic, kInjects, is_plain(), fits(), is_whole()>(grid, c);
+    };
+    const std::true_type yes;
+    const std::false_type no;
     if (!(known & Metadata::kPlain))
-        encode_scaled_chunks<Grid, kBits, kHidden, kGroups, kStochastic, kInjects, false, false>(grid, c);
+        encode(no, no, no);
     else if (known & Metadata::kFits)
-        encode_scaled_chunks<Grid, kBits, kHidden, kGroups, kStochastic, kInjects, true, true>(grid, c);
+        c.span.has_whole_chunks() ? encode(yes, yes, yes) : encode(yes, yes, no);
     else
-        encode_scaled_chunks<Grid, kBits, kHidden, kGroups, kStochastic, kInjects, true, false>(grid, c);
+        c.span.has_whole_chunks() ? encode(yes, no, yes) : encode(yes, no, no);
 }
 
 template <class Grid, int kBits, int kHidden, bool kGroups = false>
@@ -215,15 +223,16 @@ __attribute__((noinline)) void encode_log_chunk(const LogBlock& block, const flo
     vi codes[kVectors];
     for (int i = 0; i < length / kLanes; ++i)
         codes[i] = grid.encode<ML_STOCHASTIC>(load<vf>(x + i * kLanes), random, i * kLanes);
-    pack_vectors<kBits, 0, true>(codes, length, data);
+    with_length(length, [&](auto known) { pack_vectors<kBits, 0, true, false, known()>(codes, data); });
 }
 
-template <int kBits>
-inline void encode_plain_chunk(const PlainLogGrid& grid, const float* x, int length, const ChunkDraw& random, uint8_t* data) {
-    vi codes[kVectors];
+template <int kBits, int kLength>
+__attribute__((always_inline)) inline void encode_plain_chunk(const PlainLogGrid& grid, const float* x, const ChunkDraw& random,
+                                                              uint8_t* data) {
+    vi codes[kLength / kLanes];
 #pragma GCC unroll kUnrolled
-    for (int i = 0; i < length / kLanes; ++i) codes[i] = grid.encode(load<vf>(x + i * kLanes), random, i * kLanes);
-    pack_vectors<kBits, kFraction, true, true>(codes, length, data);
+    for (int i = 0; i < kLength / kLanes; ++i) codes[i] = grid.encode(load<vf>(x + i * kLanes), random, i * kLanes);
+    pack_vectors<kBits, kFraction, true, true, kLength>(codes, data);
 }
 
 // Whether a span is such chunks of a log code, of which metadata is made several at a time. `statistics` are the chunks', or
@@ -246,7 +255,7 @@ inline void fresh_log_chunks(const MlStorage& s, const Span& span, const float* 
     });
 }
 
-template <int kBits>
+template <int kBits, bool kWhole>
 inline void encode_log_chunks(const MlStorage& s, const Span& span, const float* x, const Draw& draw,
                               const LogBlocks* all_blocks, Upcoming next) {
     uint8_t* data = packed_codes(s, span);
@@ -254,17 +263,18 @@ inline void encode_log_chunks(const MlStorage& s, const Span& span, const float*
     for_chunks_together(span, [&](int first, int count) {
         const LogBlocks blocks = all_blocks[first / kRows];
         const vi are_plain = blocks.are_plain(kBits);
-        for (int k = 0; k < count; ++k, walk.next()) {
-            const int e = walk.start(), length = walk.length();
+        for (int k = 0; k < count; ++k) {
+            const int length = kWhole ? kChunk : walk.length();
             const ChunkDraw random = draw.at(first + k);
             next.ask_for_next<kLinesWithSecond>();
             if (!are_plain[k])
-                encode_log_chunk<kBits>(blocks[k], x + e, length, random, data);
-            else if (length == kChunk)
-                encode_plain_chunk<kBits>(PlainLogGrid(blocks, k, kBits), x + e, kChunk, random, data);
+                encode_log_chunk<kBits>(blocks[k], x, length, random, data);
             else
-                encode_plain_chunk<kBits>(PlainLogGrid(blocks, k, kBits), x + e, length, random, data);
-            data += packed_offset(length, kBits);
+                with_length<kWhole>(length, [&](auto known) __attribute__((always_inline)) {
+                    encode_plain_chunk<kBits, known()>(PlainLogGrid(blocks, k, kBits), x, random, data);
+                });
+            x += length, data += packed_offset(length, kBits);
+            if (!kWhole) walk.next();
         }
     });
 }
@@ -272,10 +282,14 @@ inline void encode_log_chunks(const MlStorage& s, const Span& span, const float*
 // Their codes.
 inline void encode_log_chunks(const MlStorage& s, const Span& span, const float* x, const Draw& draw, const LogBlocks* blocks,
                               Upcoming next = {}) {
+    const auto encode = [&](auto bits) {
+        span.has_whole_chunks() ? encode_log_chunks<bits(), true>(s, span, x, draw, blocks, next)
+                                : encode_log_chunks<bits(), false>(s, span, x, draw, blocks, next);
+    };
     switch (s.bits) {
-        case 2: return encode_log_chunks<2>(s, span, x, draw, blocks, next);
-        case 4: return encode_log_chunks<4>(s, span, x, draw, blocks, next);
-        default: return encode_log_chunks<8>(s, span, x, draw, blocks, next);
+        case 2: return encode(std::integral_constant<int, 2>{});
+        case 4: return encode(std::integral_constant<int, 4>{});
+        default: return encode(std::integral_constant<int, 8>{});
     }
 }
 

@@ -11,7 +11,7 @@ namespace masterless {
 inline namespace MASTERLESS_ISA {
 
 template <int P>
-inline int plane_bytes(int n) {
+constexpr int plane_bytes(int n) {
     return (n * P + 7) / 8;
 }
 

@@ -94,6 +94,18 @@ inline V partners(V x) {
 #endif
 }
 
+// The lanes of `a` from lane n on, then the first ones of `b`.
+template <class V>
+inline V from_lane(V a, V b, int n) {
+#if defined(__clang__)
+    V together;
+    for (int i = 0; i < kLanes; ++i) together[i] = n + i < kLanes ? a[n + i] : b[n + i - kLanes];
+    return together;
+#else
+    return __builtin_shuffle(a, b, lane_numbers() + n);
+#endif
+}
+
 // Lanes of `a`, but where that bit of their number is set those of `b`.
 template <int kDistance, class V>
 inline V alternate(V a, V b) {
@@ -324,6 +336,13 @@ inline bool all(vi mask) {
 }
 #endif
 #endif
+
+// The lowest bytes of the first n elements of a vector.
+inline void store_some_bytes(uint8_t* p, vi x, int n) {
+    uint8_t bytes[kLanes];
+    store_bytes(bytes, x);
+    std::memcpy(p, bytes, (size_t)n);
+}
 
 #if defined(__AVX512F__) || !defined(__AVX2__)
 struct Table {
