@@ -35,11 +35,6 @@ enum class From { kBuffer, kPlace, kBytes, kTable, kSix, kHidden, kGroups };
 // How the moments come: from their buffers; as packed codes of few bits, through tables; or as codes of a byte.
 enum class Moments { kBuffer, kPacked, kBytes };
 
-// Whether the next gradient is asked for while the moments are encoded, because the rule asks for as much besides.
-constexpr bool asks_late(From weight, Moments moments, Root root, bool whole) {
-    return weight == From::kPlace && moments != Moments::kBuffer && root == Root::kCoarse && whole;
-}
-
 // --- whatever it is -------------------------------------------------------------------------------------------------
 
 template <class Rule, bool kFirst, Root kRoot>
@@ -160,7 +155,6 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
     constexpr bool kHasHidden = kWeight == From::kHidden || kWeight == From::kGroups;
     constexpr bool kInTwo = kWeight == From::kSix || kHasHidden;
     constexpr int kFiner = kWeight == From::kSix ? 2 : 4;
-    constexpr bool kAsksLate = asks_late(kWeight, kMoments, kRoot, kWhole);
     const Tile b = tile;  // a copy, which no store below can change
     Scalars c = *b.scalars;
     c.has_eps_square = true;  // `passage` asks for it
@@ -262,7 +256,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                 for (int j = 0; j < 2; ++j) {
                     const int o = j * half + i, e = start + o;
                     if (kWeight == From::kPlace) {  // many lines, so a few at a time
-                        if (!kAsksLate) next_gradient.ask_for_part(i, j);
+                        next_gradient.ask_for_part(i, j);
                         next_weight.ask_for_part(i, j);
                     }
                     vf& w = weights[j];

@@ -85,11 +85,11 @@ inline void pack_chunk_codes(const vi* codes, uint8_t* data, uint8_t* hidden) {
     }
 }
 
-// One scaled chunk, of one block or (kGroups) of groups. What rounding loses is injected into the moment, of which `peak` then has the largest
-// magnitudes. kPlain: all scales have plain units. kFits: no number lies beyond the outermost levels.
+// One scaled chunk, of one block or (kGroups) of groups. What rounding loses is injected into the moment, of which `peak` then
+// has the largest magnitudes. kPlain: all scales have plain units. kFits: no number lies beyond the outermost levels.
 template <class Grid, int kBits, int kHidden, bool kGroups, bool kStochastic, bool kInjects, bool kPlain, bool kFits, int kLength>
-inline void encode_scaled_chunk(const Grid& grid, const Blocks& blocks, int first, const float* numbers, const ChunkDraw& random, float* moment, vf share, vf& peak, uint8_t* data,
-                                uint8_t* hidden) {
+inline void encode_scaled_chunk(const Grid& grid, const Blocks& blocks, int first, const float* numbers, const ChunkDraw& random,
+                                float* moment, vf share, vf& peak, uint8_t* data, uint8_t* hidden) {
     vi codes[kVectors];
     vf largest = peak;
     constexpr int vectors = (kGroups ? kGroup : kLength) / kLanes;  // of a block
@@ -127,7 +127,7 @@ struct Chunks {  // of a span
     Blocks blocks;
     const Injection& inject;
     uint8_t *data, *hidden;
-    Upcoming next;
+    NextSpan next;
 
     int chunks_per_block() const { return s.block <= kChunk ? 1 : span.chunks_of_row(); }
 };
@@ -146,12 +146,12 @@ inline void encode_scaled_chunks(const Grid& shared_grid, const Chunks& c) {
     float* moment = c.inject.moment;
     const vf share = c.inject.share;
     vf unused{}, *peaks = kInjects ? c.inject.peaks : nullptr;
-    Upcoming next = c.next;
+    NextSpan next = c.next;
     ChunkWalk walk(c.span);
     for (int chunk = 0, block = 0, left = per_block; chunk < chunks; ++chunk, walk.next()) {
         const int length = kWhole ? kChunk : walk.length();
         const ChunkDraw random(kStochastic ? words[chunk] : 0, 0);
-        if (!kInjects) next.ask_for_next<kLinesWithFirst>();
+        if (!kInjects) next.ask_for_more();
         vf& peak = peaks ? peaks[chunk] : unused;
         with_length<kWhole>(length, [&](auto known) __attribute__((always_inline)) {
             encode_scaled_chunk<Grid, kBits, kHidden, kGroups, kStochastic, kInjects, kPlain, kFits, known()>(
@@ -257,7 +257,7 @@ inline void fresh_log_chunks(const MlStorage& s, const Span& span, const float* 
 
 template <int kBits, bool kWhole>
 inline void encode_log_chunks(const MlStorage& s, const Span& span, const float* x, const Draw& draw,
-                              const LogBlocks* all_blocks, Upcoming next) {
+                              const LogBlocks* all_blocks, NextSpan next) {
     uint8_t* data = packed_codes(s, span);
     ChunkWalk walk(span);
     for_chunks_together(span, [&](int first, int count) {
@@ -266,7 +266,7 @@ inline void encode_log_chunks(const MlStorage& s, const Span& span, const float*
         for (int k = 0; k < count; ++k) {
             const int length = kWhole ? kChunk : walk.length();
             const ChunkDraw random = draw.at(first + k);
-            next.ask_for_next<kLinesWithSecond>();
+            next.ask_for_more();
             if (!are_plain[k])
                 encode_log_chunk<kBits>(blocks[k], x, length, random, data);
             else
@@ -281,7 +281,7 @@ inline void encode_log_chunks(const MlStorage& s, const Span& span, const float*
 
 // Their codes.
 inline void encode_log_chunks(const MlStorage& s, const Span& span, const float* x, const Draw& draw, const LogBlocks* blocks,
-                              Upcoming next = {}) {
+                              NextSpan next = {}) {
     const auto encode = [&](auto bits) {
         span.has_whole_chunks() ? encode_log_chunks<bits(), true>(s, span, x, draw, blocks, next)
                                 : encode_log_chunks<bits(), false>(s, span, x, draw, blocks, next);

@@ -208,7 +208,7 @@ inline void decode(const MlStorage& s, int64_t cols, const Span& span, Codes cod
 // Stores a span; `blocks` is its metadata (scaled formats), `draw` its random numbers (none: to nearest).
 // What rounding loses is injected; with `dry` nothing is stored. `next` is asked for meanwhile, where there are chunks.
 inline void encode(const MlStorage& s, int64_t cols, const Span& span, const float* x, const Draw& draw,
-                   const Blocks& blocks, Codes codes, Injection inject = {}, bool dry = false, Upcoming next = {}) {
+                   const Blocks& blocks, Codes codes, Injection inject = {}, bool dry = false, NextSpan next = {}) {
     const int64_t at = span.row * cols + span.col;
     if (s.kind == ML_BFLOAT16) {
         uint16_t* out = dry ? (uint16_t*)codes.visible : (uint16_t*)s.values + at;

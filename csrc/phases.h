@@ -18,7 +18,7 @@ class Phases {
         Pipeline p(t, work, nullptr, nullptr, true);
         const int64_t rows = std::min(t.rows, Pipeline::rows_together(t)), pitch = Pipeline::pitch(t);
         const Span s = rows > 1 ? Span{0, 0, (int)(rows * pitch), p.chunk(0, 0), (int)t.cols, (int)pitch}
-                                : p.span(0, 0, std::min(t.cols, Pipeline::span_length(t)));
+                                : p.span(0, 0, std::min<int64_t>(t.cols, kMaxSpan));
         const auto step = [&] { rows > 1 ? p.step_rows(0, rows) : p.step(0, 0, s.n); };
         Phases phases(repeats, s.count());
         const auto store_moment = [&](const char* name, const MlStorage& stored, float* x, const Noted& noted,

@@ -37,15 +37,14 @@ class Pipeline {
           any_(any_function(task)), weight_draw_(draw(task.weight, work.weight_words)),
           first_draw_(draw(task.first, work.first_words)), second_draw_(draw(task.second, work.second_words)) {}
 
-    static int64_t span_length(const MlTask& t) { return t.weight.kind == ML_FLOAT32 ? kPlainSpan : kSpan; }
-    static int64_t unit_length(const MlTask& t) { return std::max<int64_t>(t.tile, span_length(t)); }
+    static int64_t unit_length(const MlTask& t) { return std::max<int64_t>(t.tile, kMaxSpan); }
 
     // How many rows are taken together: of short ones some, for each has a cost of its own.
     static int64_t rows_together(const MlTask& t) {
         const bool by_row = t.weight.tensor_scale || t.first.tensor_scale || t.second.tensor_scale;  // other units
         const bool one_scale = is_scaled(t.weight) && t.weight.per_tensor;
-        if (t.cols <= 0 || 2 * pitch(t) > span_length(t) || one_scale || by_row) return 1;
-        return std::min(span_length(t) / pitch(t), (int64_t)kMaxChunks / chunks_per_row(t));
+        if (t.cols <= 0 || 2 * pitch(t) > kMaxSpan || one_scale || by_row) return 1;
+        return std::min(kMaxSpan / pitch(t), (int64_t)kMaxChunks / chunks_per_row(t));
     }
 
     // Whether a row's end is no end of anything, so that all rows are as good as one: chunks, blocks and codes of the next row
@@ -168,7 +167,6 @@ class Pipeline {
         const bool by_chunks = how.function != nullptr;
         noted_weight_.peaks = by_chunks && how.weight != From::kPlace ? b_.weight_peaks : nullptr;
         noted_weight_.by_groups = how.weight == From::kGroups;
-        asks_late_ = by_chunks && asks_late(how.weight, how.moments, root_of(t_), s.has_whole_chunks());
         noted_first_.peaks = by_chunks ? b_.first_peaks : nullptr;
         noted_second_.statistics = by_chunks && t_.second.kind == ML_LOG ? b_.second_statistics : nullptr;
         if (!in_place && how.weight == From::kBuffer) decode_weight(s);
@@ -184,7 +182,8 @@ class Pipeline {
         stopped_ = -1;
         const Tile tile{g_, narrow_g_, w_, b_.m, b_.v, in_place ? b_.w : nullptr, &stopped_,
                         b_.weight_peaks, b_.first_peaks, b_.second_statistics,
-                        after(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, at_a_time), after(s, t_.weight, at_a_time),
+                        ahead(s, t_.grad, t_.grad_is_bf16 ? 16 : 32, at_a_time),
+                        in_place ? ahead(s, t_.weight.values, 32, at_a_time) : after(s, t_.weight, at_a_time),
                         after(s, t_.first, kChunk), after(s, t_.second, kChunk), &c_, &weight_levels_, &first_levels_};
         const bool finite = rule(t_, s, tile);
         for (float* buffer : {b_.w, b_.m, b_.v}) clear_rest(s, buffer);
@@ -248,16 +247,26 @@ class Pipeline {
         return {plain || master || s.rounding == ML_NEAREST ? nullptr : words};
     }
 
-    // Arrays are contiguous across rows, so what follows a span is what the next one reads.
-    Upcoming after(const Span& s, const void* start, int bits, int elements) const {
-        return {(const char*)start + (s.row * t_.cols + s.col + s.count()) * bits / 8, elements * bits / 8};
+    // Of a weight that is stepped where it lies.
+    NextSpan next_span(const Span& s) const {
+        if (w_ == b_.w || t_.grad_is_bf16) return {};
+        const int64_t end = (s.row * t_.cols + s.col + s.count()) * 4 + Upcoming::kAhead;
+        return {(const char*)t_.grad + end, (const char*)t_.weight.values + end};
     }
 
-    // Of what is not stored so, nothing: a request for what is at no address is a walk through the page tables, every time.
+    // A gradient or a weight that lies in place, as far ahead as it is asked for.
+    Upcoming ahead(const Span& s, const void* start, int bits, int elements) const {
+        return {(const char*)start + (s.row * t_.cols + s.col) * bits / 8 + Upcoming::kAhead, elements * bits / 8};
+    }
+
+    // Arrays are contiguous across rows, so what follows a span is what the next one reads. Of what is not stored so, nothing:
+    // a request for what is at no address is a walk through the page tables, every time.
     Upcoming after(const Span& s, const MlStorage& stored, int elements) const {
         if (stored.kind == ML_NONE || stored.kind == ML_FACTORED) return {(const char*)t_.grad, 0};
-        if (is_scaled(stored) && !stored.values) return after(s, stored.codes, stored.bits, elements);
-        return after(s, stored.values, stored.kind == ML_BFLOAT16 ? 16 : 32, elements);
+        const bool has_codes = is_scaled(stored) && !stored.values;
+        const int bits = has_codes ? stored.bits : stored.kind == ML_BFLOAT16 ? 16 : 32;
+        const void* const start = has_codes ? stored.codes : stored.values;
+        return {(const char*)start + (s.row * t_.cols + s.col + s.count()) * bits / 8, elements * bits / 8};
     }
 
     // row_i / mean(row) * col_j
@@ -282,14 +291,15 @@ class Pipeline {
         if (stores_weight_) round_weight(s, known.weight ? Blocks(*known.weight) : weight_blocks(s, false), false);
         Blocks of_first;
         if (stores_first_) of_first = moment_blocks(t_.first, s, b_.m, noted_first_, known.first, b_.first_blocks);
-        Upcoming gradient = asks_late_ ? after(s, t_.grad, 32, kChunk) : Upcoming{};
-        if (by_chunks)
-            encode_log_chunks(t_.second, s, b_.v, second_draw_, b_.second_blocks, gradient);
-        else if (stores_second)
+        NextSpan next = next_span(s);
+        if (by_chunks) {
+            encode_log_chunks(t_.second, s, b_.v, second_draw_, b_.second_blocks, next);
+            if (next.gradient) next.pass(s.chunks());
+        } else if (stores_second) {
             encode(t_.second, t_.cols, s, b_.v, second_draw_,
                    moment_blocks(t_.second, s, b_.v, noted_second_, known.second, b_.blocks), b_.codes());
-        if (gradient.at) gradient.at += kLinesWithSecond * Upcoming::kCacheLine * s.chunks();
-        if (stores_first_) encode(t_.first, t_.cols, s, b_.m, first_draw_, of_first, b_.codes(), {}, false, gradient);
+        }
+        if (stores_first_) encode(t_.first, t_.cols, s, b_.m, first_draw_, of_first, b_.codes(), {}, false, next);
     }
 
     // Stores the target (unless `dry`), and injects what rounding lost into the first moment.
@@ -411,8 +421,7 @@ class Pipeline {
     const RuleFunction any_;
     const Draw weight_draw_, first_draw_, second_draw_;
     Noted noted_weight_, noted_first_, noted_second_;  // of the span whose target is known
-    int stopped_ = -1;        // likewise: the chunk that the rule stopped at, or -1 if it did not
-    bool asks_late_ = false;  // likewise: the gradient of the next span
+    int stopped_ = -1;  // likewise: the chunk that the rule stopped at, or -1 if it did not
 };
 
 }  // namespace MASTERLESS_ISA

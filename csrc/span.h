@@ -6,7 +6,9 @@
 namespace masterless {
 inline namespace MASTERLESS_ISA {
 
-constexpr int kMaxSpan = 12288;  // elements in the buffers at once
+// Elements in the buffers at once: also so many when tiles are short, and of short rows. A span has costs of its own, some 700
+// cycles, which weigh more than that its buffers are in the L2 cache, mostly.
+constexpr int kMaxSpan = 12288;
 constexpr int kMaxBlocks = kMaxSpan / 16;
 constexpr int kPair = 32;  // chunks are gone through in pairs of vectors: their lengths are multiples of this
 

@@ -1,8 +1,8 @@
-// What the next span will read, asked for a little at a time while this one is computed. Into the second cache: the first
-// is full of this span.
+// What the rule will read, asked for a little at a time: gradients, and weights that lie in place, some way ahead of where it
+// is, so that they come just in time; of codes, which are few, those of the next span.
 //
-// Contract: nobody sees it. A core has few requests under way (some two dozen) and waits when it has more, so those of a
-// span are spread over as much of its work as they need.
+// Contract: nobody sees it. A core has few requests under way: one that has more waits, or forgets them. So they are spread
+// over as much of the work as they need.
 #pragma once
 
 #include "simd.h"
@@ -12,11 +12,13 @@ inline namespace MASTERLESS_ISA {
 
 struct Upcoming {
     static constexpr int kCacheLine = 64;
+    static constexpr int kAhead = 4096;  // bytes, of what is read at every step of the rule
     const char* at;
     int bytes;  // to ask for at a time
 
-    // To read: what is only read need not be owned, and what is written is owned soon enough.
-    __attribute__((always_inline)) static void ask_for(const char* line) { __builtin_prefetch(line, 0, 2); }
+    // To read: what is only read need not be owned, and what is written is owned soon enough. Into the first cache, or the second.
+    __attribute__((always_inline)) static void ask_for(const char* line) { __builtin_prefetch(line, 0, 3); }
+    __attribute__((always_inline)) static void ask_for_later(const char* line) { __builtin_prefetch(line, 0, 2); }
 
     void ask_for_more() {
         ask_for(at);
@@ -42,19 +44,25 @@ struct Upcoming {
             for (int line = kCacheLine; line < bytes; line += kCacheLine) ask_for(at + line);
         at += bytes;
     }
-
-    // So many lines, if there is anything to ask for.
-    template <int kLines>
-    __attribute__((always_inline)) void ask_for_next() {
-        if (!at) return;
-        for (int line = 0; line < kLines; ++line) ask_for(at + line * kCacheLine);
-        at += kLines * kCacheLine;
-    }
 };
 
-// Of a gradient of four bytes a number beside a weight of as many, the rule asks for the weight, and the encoding of a
-// chunk of the moments for the gradient.
-constexpr int kLinesWithSecond = 5, kLinesWithFirst = 3;
+// What the next span has of a gradient and a weight of four bytes a number, from where the rule's own requests of this one
+// end: the encoding of the moments asks for a part of it, for memory would have nothing to do meanwhile.
+struct NextSpan {
+    static constexpr int kLines = 2;  // of each, with every chunk of a moment
+    const char *gradient = nullptr, *weight = nullptr;  // null: there is nothing to ask for
+
+    __attribute__((always_inline)) void ask_for_more() {
+        if (!gradient) return;
+        for (int line = 0; line < kLines; ++line) {
+            Upcoming::ask_for_later(gradient + line * Upcoming::kCacheLine);
+            Upcoming::ask_for_later(weight + line * Upcoming::kCacheLine);
+        }
+        pass(1);
+    }
+
+    void pass(int chunks) { gradient += chunks * kLines * Upcoming::kCacheLine, weight += chunks * kLines * Upcoming::kCacheLine; }
+};
 
 }  // namespace MASTERLESS_ISA
 }  // namespace masterless

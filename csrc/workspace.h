@@ -6,10 +6,6 @@
 namespace masterless {
 inline namespace MASTERLESS_ISA {
 
-// Elements that are stepped together when tiles are short, and of short rows. A span has costs of its own, some 700 cycles,
-// which weigh more than that its buffers are in the L2 cache, mostly. Fewer of plain weights: theirs and the gradient's lines
-// are there, too, and those of the next span.
-constexpr int kSpan = kMaxSpan, kPlainSpan = 8192;
 constexpr int kStrip = 1024;  // elements that are only looked at or converted: they stay in the L1 cache
 constexpr int kMaxChunks = kMaxSpan / kChunk;  // of a long row, and of short ones that are stepped together
 
