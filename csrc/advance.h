@@ -81,7 +81,7 @@ bool advance_any(const MlTask& task, const Span& span, const Tile& tile) {
 
 // A chunk is gone through in pairs of vectors, half a chunk apart: packed codes of two or four bits that are half a chunk
 // apart stand in the same byte, four bits apart, so that two vectors of them are read at once.
-constexpr int kHalf = kChunk / 2;
+constexpr int kHalf = kChunk / 2, kUsual = 3 * kPair;  // the usual length of a short chunk
 
 // Packed codes of two bits or of four, so that a byte has that of element o and, four bits higher, that of the element half a
 // chunk later: as four-bit codes are stored. Two-bit ones are widened in the caller's room, once for a chunk, for a loop that
@@ -236,8 +236,9 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
         if (kWeight != From::kPlace) next_weight.ask_for_all();
         float* const backup = kWeight == From::kPlace ? b.backup + (stops ? 0 : start) : nullptr;
         // Inlined once for every kind of chunk: what is known of it is then no variable.
-        const auto advance = [&](bool is_short, bool may_be_zero, bool few_seconds) __attribute__((always_inline)) {
-            const int half = is_short ? length / 2 : kHalf;
+        const auto advance = [&](int elements, bool may_be_zero, bool few_seconds) __attribute__((always_inline)) {
+            const bool is_short = elements != kChunk;
+            const int half = elements / 2;
             // Of groups that end within a half of a chunk there is one at a time in either half; of a short chunk, all.
             vi weight_peak{}, group_peaks[kChunk / kGroup]{};
             vf first_peak{};
@@ -335,13 +336,15 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
         const bool may_be_zero = kBytes ? second_levels.may_be_zero() : !kSecondPacked || seconds_of.may_be_zero();
         // Every copy of the loop takes the compiler its time: rows that end in a short chunk have one for their whole ones.
         if constexpr (!kSecondPacked && !kBytes)
-            !kWhole && length < kChunk ? advance(true, true, false) : advance(false, true, false);
+            !kWhole && length < kChunk ? advance(length, true, false) : advance(kChunk, true, false);
         else if (!kWhole && length < kChunk)
-            may_be_zero ? advance(true, true, false) : advance(true, false, false);
+            may_be_zero                        ? advance(length, true, false)
+            : kLanes == 16 && length == kUsual ? advance(kUsual, false, false)
+                                               : advance(length, false, false);
         else if (!kWhole || may_be_zero)
-            kLongTables && kWhole && few_seconds ? advance(false, true, true) : advance(false, true, false);
+            kLongTables && kWhole && few_seconds ? advance(kChunk, true, true) : advance(kChunk, true, false);
         else
-            kLongTables && few_seconds ? advance(false, false, true) : advance(false, false, false);
+            kLongTables && few_seconds ? advance(kChunk, false, true) : advance(kChunk, false, false);
         if (kWeight == From::kPlace && stops && !all(largest_target < 0x7F800000)) {
             *b.stopped = chunk;
             break;

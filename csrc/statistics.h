@@ -222,61 +222,90 @@ inline void survey(Statistics& x, int64_t item, Workspace& work) {
     });
 }
 
-// Row sums and column sums of the squares are taken in one pass, some rows at a time, strip by strip: the sums of a strip
-// stay in the L1 cache and are added to those of the matrix once for all these rows.
+// Row sums and column sums of the squares are taken in one pass, kSumRows rows at a time, strip by strip: the sums of a strip
+// stay in the L1 cache. Those of narrow matrices go on over all rows of an item, and are added to the matrix's once.
 constexpr int kSumRows = 32;
 
-inline int64_t sum_items_per_matrix(const Statistics& x) { return (x.task->matrix_rows + kSumRows - 1) / kSumRows; }
+inline int64_t rows_per_sum_item(const Statistics& x) {
+    const int64_t cols = x.task->cols;
+    return cols > kStrip ? kSumRows : std::max<int64_t>(1, kGrain / (kSumRows * cols)) * kSumRows;
+}
+inline int64_t sum_items_per_matrix(const Statistics& x) {
+    return (x.task->matrix_rows + rows_per_sum_item(x) - 1) / rows_per_sum_item(x);
+}
 inline int64_t sum_items(const Statistics& x) { return x.matrices * sum_items_per_matrix(x); }
 
-inline void factored_sums(Statistics& x, int64_t item, Workspace& work) {
-    MlTask& t = *x.task;
-    const int64_t matrix = item / sum_items_per_matrix(x), first = item % sum_items_per_matrix(x) * kSumRows;
-    const int rows = (int)(t.matrix_rows - first < kSumRows ? t.matrix_rows - first : kSumRows);
-    const SumUnit unit = factored_unit(x, matrix);
-    Pipeline p = x.pipeline(work);
-    const int64_t first_row = matrix * t.matrix_rows + first;
-    double row_sums[kSumRows] = {};
-    static_assert(kStrip / kLanes <= 256 && kSumRows <= 256, "sums of halves fit");
-    const HalvedSquares halved(unit);
-    constexpr int64_t kLongEnough = 256;  // a row: its end costs more in halves
-    const bool by_halves = t.grad_is_bf16 && t.cols >= kLongEnough && HalvedSquares::suits(unit);
-    for (int64_t col = 0; col < t.cols; col += kStrip) {
+// Adds the squares of a strip of up to kSumRows rows to the sums of its columns and rows, in whole units.
+class StripSums {
+  public:
+    StripSums(Statistics& x, int64_t matrix, Workspace& work)
+        : t_(*x.task), work_(work), pipeline_(x.pipeline(work)), unit_(factored_unit(x, matrix)), halved_(unit_),
+          by_halves_(t_.grad_is_bf16 && HalvedSquares::suits(unit_)) {}
+
+    double unit() const { return unit_.unit; }
+
+    void add(int64_t first_row, int rows, int64_t col, int n, double* col_sums, double* row_sums) {
+        static_assert(kStrip / kLanes <= 256 && kSumRows <= 256, "sums of halves fit");
         alignas(64) uint64_t columns[kStrip];
         alignas(64) uint32_t upper[kStrip], lower[kStrip];
-        const int n = (int)(t.cols - col < kStrip ? t.cols - col : kStrip), in_vectors = (n + kLanes - 1) / kLanes * kLanes;
+        const int in_vectors = (n + kLanes - 1) / kLanes * kLanes;
         std::fill_n(columns, in_vectors, 0), std::fill_n(upper, in_vectors, 0), std::fill_n(lower, in_vectors, 0);
         int i = 0, in_halves = 0;
-        if (!t.has_l2 && n % kLanes == 0)  // where they lie, several rows at a time
-            for (const int64_t pitch = t.cols; i + kSumsTogether <= rows; i += kSumsTogether) {
-                const uint16_t* const narrow = (const uint16_t*)t.grad + (first_row + i) * pitch + col;
-                const float* const wide = (const float*)t.grad + (first_row + i) * pitch + col;
+        if (!t_.has_l2 && n % kLanes == 0)  // where they lie, several rows at a time
+            for (const int64_t pitch = t_.cols; i + kSumsTogether <= rows; i += kSumsTogether) {
+                const uint16_t* const narrow = (const uint16_t*)t_.grad + (first_row + i) * pitch + col;
+                const float* const wide = (const float*)t_.grad + (first_row + i) * pitch + col;
                 const auto read_narrow = [=](int r, int e) {  // and asks for the rows that follow
                     Upcoming::ask_for((const char*)(narrow + (r + kSumsTogether) * pitch + e));
                     return load_bf16(narrow + r * pitch + e);
                 };
-                if (by_halves)
-                    halved.add<kSumsTogether>(n, upper, lower, row_sums + i, read_narrow), in_halves += kSumsTogether;
-                else if (t.grad_is_bf16)
-                    add_squares<kSumsTogether>(n, unit, columns, row_sums + i, read_narrow);
+                if (by_halves_)
+                    halved_.add<kSumsTogether>(n, upper, lower, row_sums + i, read_narrow), in_halves += kSumsTogether;
+                else if (t_.grad_is_bf16)
+                    add_squares<kSumsTogether>(n, unit_, columns, row_sums + i, read_narrow);
                 else
-                    add_squares<kSumsTogether>(n, unit, columns, row_sums + i,
+                    add_squares<kSumsTogether>(n, unit_, columns, row_sums + i,
                                                [=](int r, int e) { return load<vf>(wide + r * pitch + e); });
             }
+        const int in_wholes = rows - in_halves;
         for (; i < rows; ++i) {
-            const float* const g = load_squarable(t, p, work, p.span(first_row + i, col, n));
-            add_squares<1>(n, unit, columns, row_sums + i, [=](int, int e) { return load<vf>(g + e); });
+            const float* const g = load_squarable(t_, pipeline_, work_, pipeline_.span(first_row + i, col, n));
+            add_squares<1>(n, unit_, columns, row_sums + i, [=](int, int e) { return load<vf>(g + e); });
         }
-        double found[kStrip];
-        for (int e = 0; e < n; ++e) found[e] = sum_of_wholes(columns[e], rows - in_halves);
-        for (int e = 0; in_halves && e < n; ++e) found[e] += halved.sum(upper[e], lower[e], (uint32_t)in_halves);
-        double* const sums = x.column_sums.get() + matrix * t.cols + col;
-        const std::lock_guard<std::mutex> alone(x.adding);
-        for (int e = 0; e < n; ++e) sums[e] += found[e];
+        for (int e = 0; in_wholes && e < n; ++e) col_sums[e] += sum_of_wholes(columns[e], in_wholes);
+        for (int e = 0; in_halves && e < n; ++e) col_sums[e] += halved_.sum(upper[e], lower[e], (uint32_t)in_halves);
     }
-    float* const row = t.second.row + matrix * t.matrix_rows + first;
-    for (int i = 0; i < rows; ++i)
-        row[i] = finite(row[i] * t.keep2 + (float)(row_sums[i] * unit.unit / (double)t.cols) * t.rate2);
+
+  private:
+    MlTask& t_;
+    Workspace& work_;
+    Pipeline pipeline_;
+    SumUnit unit_;
+    HalvedSquares halved_;
+    bool by_halves_;
+};
+
+inline void factored_sums(Statistics& x, int64_t item, Workspace& work) {
+    const MlTask& t = *x.task;
+    const int64_t per_item = rows_per_sum_item(x), per_matrix = sum_items_per_matrix(x), matrix = item / per_matrix;
+    const int64_t start = item % per_matrix * per_item, end = std::min(start + per_item, t.matrix_rows);
+    StripSums strips(x, matrix, work);
+    double found[kStrip] = {};
+    for (int64_t first = start; first < end; first += kSumRows) {
+        const int rows = (int)std::min<int64_t>(kSumRows, end - first);
+        double row_sums[kSumRows] = {};
+        for (int64_t col = 0; col < t.cols; col += kStrip) {
+            const int n = (int)std::min<int64_t>(kStrip, t.cols - col);
+            strips.add(matrix * t.matrix_rows + first, rows, col, n, found, row_sums);
+            if (t.cols <= kStrip && first + rows < end) continue;
+            double* const sums = x.column_sums.get() + matrix * t.cols + col;
+            const std::lock_guard<std::mutex> alone(x.adding);
+            for (int e = 0; e < n; ++e) sums[e] += found[e], found[e] = 0.0;
+        }
+        float* const row = t.second.row + matrix * t.matrix_rows + first;
+        for (int i = 0; i < rows; ++i)
+            row[i] = finite(row[i] * t.keep2 + (float)(row_sums[i] * strips.unit() / (double)t.cols) * t.rate2);
+    }
 }
 
 inline int64_t matrix_items(const Statistics& x) { return x.matrices; }
@@ -291,11 +320,8 @@ inline void factored_columns(Statistics& x, int64_t matrix, Workspace&) {
     for (int64_t e = 0; e < t.cols; ++e)
         col[e] = finite(col[e] * t.keep2 + (float)(sums[e] * of_squares.unit / (double)rows) * t.rate2);
     const float* row = t.second.row + matrix * rows;
-    double peak = 0.0, sum = 0.0;
-    for (int64_t i = 0; i < rows; ++i) peak = (double)row[i] > peak ? (double)row[i] : peak;
-    const SumUnit unit(peak, rows);
-    for (int64_t i = 0; i < rows; ++i) sum += unit.whole((double)row[i]);
-    x.mean_rows[(size_t)matrix] = (float)(sum * unit.unit / (double)rows);
+    const SumUnit unit(largest_of(row, rows), rows);
+    x.mean_rows[(size_t)matrix] = (float)(exact_sum(row, rows, unit) * unit.unit / (double)rows);
 }
 
 inline void adafactor_peak(Statistics& x, int64_t item, Workspace& work) {

@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "reduce.h"
 #include "rules.h"
 
 namespace masterless {
@@ -32,15 +33,37 @@ inline float finite(float average) { return average < kLargest ? average : kLarg
 
 inline double square(float x) { return (double)x * (double)x; }
 
-inline double sum_of_squares(const float* x, int n, const SumUnit& unit) {
-    constexpr int kChains = 8;
+// The sum of f(0), f(1) and so on, which are whole numbers: in several chains, for an addition waits for the one before.
+template <class F>
+inline double sum_of(int64_t n, F&& f) {
+    constexpr int kChains = 16;
     double sums[kChains] = {};
-    int e = 0;
+    int64_t e = 0;
     for (; e + kChains <= n; e += kChains)
-        for (int i = 0; i < kChains; ++i) sums[i] += unit.whole(square(x[e + i]));
-    for (; e < n; ++e) sums[0] += unit.whole(square(x[e]));
+        for (int i = 0; i < kChains; ++i) sums[i] += f(e + i);
+    for (; e < n; ++e) sums[0] += f(e);
     for (int i = 1; i < kChains; ++i) sums[0] += sums[i];
     return sums[0];
+}
+
+// In units.
+inline double sum_of_squares(const float* x, int n, const SumUnit& unit) {
+    return sum_of(n, [&](int64_t e) { return unit.whole(square(x[e])); });
+}
+inline double exact_sum(const float* x, int64_t n, const SumUnit& unit) {
+    return sum_of(n, [&](int64_t e) { return unit.whole((double)x[e]); });
+}
+
+// Of numbers that are not negative; likewise in several chains.
+inline float largest_of(const float* x, int64_t n) {
+    constexpr int kChains = 32;
+    float largest[kChains] = {};
+    int64_t e = 0;
+    for (; e + kChains <= n; e += kChains)
+        for (int i = 0; i < kChains; ++i) largest[i] = x[e + i] > largest[i] ? x[e + i] : largest[i];
+    for (; e < n; ++e) largest[0] = x[e] > largest[0] ? x[e] : largest[0];
+    for (int i = 1; i < kChains; ++i) largest[0] = largest[i] > largest[0] ? largest[i] : largest[0];
+    return largest[0];
 }
 
 // Many at once: 2^52 and a whole number of units is a double whose bits are those of 2^52 plus that number. So the bits are
@@ -84,7 +107,7 @@ inline void add_squares(int n, const SumUnit& unit, uint64_t* columns, double* r
 // lowest bits of a float to which kShift units of theirs were added; those bits are added, as integers of 32 bits.
 class HalvedSquares {
   public:
-    static constexpr int kUpper = 22;
+    static constexpr int kUpper = 22, kShort = 256;  // of as many elements even a row's sum has no more than 31 bits
 
     explicit HalvedSquares(const SumUnit& unit)
         : lower_bits_(unit.width - kUpper), upper_shift_((float)std::ldexp(kShift, unit.exponent - kUpper)),
@@ -114,10 +137,18 @@ class HalvedSquares {
             store(upper + e, column_upper);
             store(lower + e, column_lower);
         }
+        const auto above = [&](int r) { return (vi)(row_upper[r] - added * bits(upper_shift_)); };
+        const auto below = [&](int r) { return (vi)(row_lower[r] - added * bits(lower_shift_)); };
+        if constexpr (kLanes >= kEights)
+            if (n <= kShort) {  // sums of all lanes fit, and all rows' are taken at once
+                const vi sums = fold_rows(2 * kRows, [&](int k) { return k < kRows ? above(k) : below(k - kRows); },
+                                          [](vi a, vi b) { return a + b; });
+                for (int r = 0; r < kRows; ++r) row_sums[r] += whole(sums[r], sums[kRows + r]);
+                return;
+            }
         for (int r = 0; r < kRows; ++r) {
-            const vi above = (vi)(row_upper[r] - added * bits(upper_shift_)), below = (vi)(row_lower[r] - added * bits(lower_shift_));
             int64_t sum_above = 0, sum_below = 0;
-            for (int i = 0; i < kLanes; ++i) sum_above += above[i], sum_below += below[i];
+            for (int i = 0; i < kLanes; ++i) sum_above += above(r)[i], sum_below += below(r)[i];
             row_sums[r] += whole(sum_above, sum_below);
         }
     }

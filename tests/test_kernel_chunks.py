@@ -30,7 +30,9 @@ def test_even_chunks(weight, shape, perform):
 
 
 @pytest.mark.parametrize("gradients", ["normal", "zeros", "sparse", "tiny", "huge", "mixed"])
-@pytest.mark.parametrize("shape", [(40, 384), (67, 1120), (300, 256), (9, 4096)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(40, 384), (67, 1120), (300, 256), (9, 4096), (1500, 96), (2100, 32), (3, 700, 96)], ids=str
+)
 def test_sums_of_squares_of_bf16_gradients(shape, gradients):
     update = Case("adam_update_units", "int6", "int2", "factored", shape, grad=torch.bfloat16, gradients=gradients)
     cases = [update, replace(update, rule="adam_weight_units", weight="int4", first="int4", inject=True)]
