@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import masterless as ml
+from masterless.lab.bench.processors import processor
 
 PRESETS = ("2-byte", "1.3-byte", "1-byte")
 RANKS, LAYERS, SHAPE, REPEATS = 2, 12, (768, 3072), 5
@@ -68,12 +67,6 @@ def measure(rank: int, port: int, queue: mp.SimpleQueue) -> None:
     dist.destroy_process_group()
 
 
-def cpu_name() -> str:
-    """The CPU's own name of itself."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def main() -> None:
     """Prints a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -86,9 +79,9 @@ def main() -> None:
     while not context.join():
         pass
     if arguments.json:
-        print(json.dumps({"cpu": cpu_name(), "ranks": RANKS, "rows": rows}))
+        print(json.dumps({"cpu": processor(), "ranks": RANKS, "rows": rows}))
         return
-    print(f"{cpu_name()}, {RANKS} ranks of one thread, {LAYERS} matrices of {SHAPE[0]} x {SHAPE[1]}, ms per step")
+    print(f"{processor()}, {RANKS} ranks of one thread, {LAYERS} matrices of {SHAPE[0]} x {SHAPE[1]}, ms per step")
     for row in rows:
         ratio = row["reference"] / row["milliseconds"]
         print(f"{row['preset']:15} {row['milliseconds']:8.1f}   reference {row['reference']:8.1f}   {ratio:5.1f} times")

@@ -15,7 +15,17 @@ import torch
 
 import masterless as ml
 from masterless.backends.cpu import library as kernels
-from masterless.lab.bench import end_to_end, footprint, forward, growth, parity, report, step_time, tensor_sizes
+from masterless.lab.bench import (
+    end_to_end,
+    footprint,
+    forward,
+    growth,
+    parity,
+    processors,
+    report,
+    step_time,
+    tensor_sizes,
+)
 from masterless.lab.bench.entries import ADAMW, BASELINES, OURS, Entry, Gradients, build
 from masterless.lab.models.gpt import GPTConfig
 
@@ -74,7 +84,7 @@ def test_files_and_tables(tmp_path):
     document = json.loads(written[".json"].read_text())
     assert {path.stem for path in written.values()} == {report.file_stem(document)}
     assert report.markdown(report.step_table(document, "test")) in text
-    processor = f"{report.processor()} ({document['machine']['instruction_set']})"
+    processor = f"{processors.processor()} ({document['machine']['instruction_set']})"
     assert all(title.endswith(f", on {processor}") for title in report.tables(document))
     bench_figures.draw_step(document, tmp_path / "bench.png")
     bench_figures.draw_growth(document, tmp_path / "growth.png")
@@ -89,6 +99,32 @@ def test_a_second_machine_adds_its_results(tmp_path):
     ]
     assert written[0] == written[3] == [tmp_path / "some-cpu-r-9-avx2.md", tmp_path / "some-cpu-r-9-avx2.json"]
     assert len(list(tmp_path.iterdir())) == 6
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "model", "name", "said"),
+    [
+        ("AuthenticAMD", 26, 2, "AMD EPYC", "AMD EPYC, Zen 5"),
+        ("AuthenticAMD", 25, 17, "AMD EPYC", "AMD EPYC, Zen 4"),
+        ("AuthenticAMD", 25, 1, "AMD EPYC", "AMD EPYC, Zen 3"),
+        ("GenuineIntel", 6, 143, "Intel(R) Xeon(R) Processor", "Intel(R) Xeon(R) Processor, Sapphire Rapids"),
+        ("GenuineIntel", 6, 144, "Intel(R) Xeon(R) Processor", "Intel(R) Xeon(R) Processor, family 6, model 144"),
+        ("Other", 7, 3, "Some CPU", "Some CPU, family 7, model 3"),
+    ],
+)
+def test_processors_of_one_name_are_told_apart(vendor, family, model, name, said, tmp_path):
+    fields = {
+        "processor": 0,
+        "vendor_id": vendor,
+        "cpu family": family,
+        "model": model,
+        "model name": name,
+        "flags": "x: y",
+    }
+    first = "".join(f"{field}\t: {value}\n" for field, value in fields.items())
+    (tmp_path / "cpuinfo").write_text(f"{first}\n{first.replace(name, 'another')}")
+    assert processors.processor(tmp_path / "cpuinfo") == said
+    assert processors.processor(tmp_path / "none")  # a system without the file has a name for it, too
 
 
 @pytest.mark.parametrize(

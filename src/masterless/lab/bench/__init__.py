@@ -2,6 +2,7 @@
 
 A file imports only what stands above it:
 
+    processors.py    what the processor is, by name and generation
     tensor_sizes.py  tensor shapes of real models
     footprint.py     the bytes that an optimizer really holds, and what it silently keeps in full precision
     entries.py       what is measured: torch's optimizers and ours

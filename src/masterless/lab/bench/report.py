@@ -21,6 +21,7 @@ import torch
 
 from masterless import __version__
 from masterless.backends.cpu import library as kernels
+from masterless.lab.bench.processors import processor
 
 Document = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]  # header, rows
@@ -37,16 +38,6 @@ def machine(peers: Mapping[str, str]) -> dict[str, Any]:
         "instruction_set": kernels.describe().instruction_set,
         "peers": dict(peers),
     }
-
-
-def processor() -> str:
-    """What the system calls the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def machine_line(document: Document) -> str:

@@ -16,6 +16,7 @@ import masterless as ml
 from masterless.backends.cpu import library as cpu_kernel
 from masterless.backends.triton.backend import missing as missing_triton
 from masterless.lab.bench import parity
+from masterless.lab.bench.processors import processor
 
 _SHAPES = [(1024, 1024)] * 3 + [(4096, 1024)]
 _REPEATS = 5
@@ -86,7 +87,7 @@ def examine(device: str, speed: bool) -> dict[str, Any]:
 def _name(device: str) -> str:
     if device != "cpu":
         return str(getattr(torch, device.split(":")[0]).get_device_name(device))
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{processor()}, {torch.get_num_threads()} threads"
 
 
 def _kernel(device: str) -> str:

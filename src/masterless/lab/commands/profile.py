@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from masterless.lab.bench.report import processor
+from masterless.lab.bench.processors import processor
 from masterless.lab.commands.common import with_options
 from masterless.lab.train.config import FIELDS, read_toml, resolve
 
