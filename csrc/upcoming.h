@@ -39,9 +39,9 @@ struct Upcoming {
 
     // All of them; mostly they are a line or less.
     __attribute__((always_inline)) void ask_for_all() {
-        ask_for(at);
+        ask_for_later(at);
         if (bytes > kCacheLine)
-            for (int line = kCacheLine; line < bytes; line += kCacheLine) ask_for(at + line);
+            for (int line = kCacheLine; line < bytes; line += kCacheLine) ask_for_later(at + line);
         at += bytes;
     }
 };
