@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import bench_figures
+import bench_summary
 import dither_study
 import figures
 import finetune_study
@@ -119,6 +120,20 @@ def _bench(
 TABLES["bench-alone"] = _bench(
     lambda document: report.markdown(report.step_table(document, "gpt2")), "step", "gpt2", "bench_alone"
 )
+TABLES["bench-alone-slow"] = _bench(
+    lambda document: report.markdown(report.step_table(document, "gpt2")), "step", "gpt2", "bench_alone_slow"
+)
+TABLES["bench-summary"] = lambda: bench_summary.table(
+    [
+        *((document, "") for document in _bench_documents("bench_alone")),
+        *((document, ", slow memory") for document in _bench_documents("bench_alone_slow")),
+    ],
+    "gpt2",
+)
+for _size in ("rows", "tiny"):
+    TABLES[f"bench-summary-{_size}"] = lambda size=_size: bench_summary.table(
+        ((document, "") for document in _bench_documents("bench_short")), size
+    )
 TABLES["bench-machine"] = lambda: "\n\n".join(map(report.machine_line, _bench_documents())) or "(not run yet)"
 for _size in ("gpt2", "odd", "moe", "short", "tiny"):
     TABLES[f"bench-{_size}"] = _bench(
