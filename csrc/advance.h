@@ -239,8 +239,9 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
         const auto advance = [&](int elements, bool may_be_zero, bool few_seconds) __attribute__((always_inline)) {
             const bool is_short = elements != kChunk;
             const int half = elements / 2;
-            // Of groups that end within a half of a chunk there is one at a time in either half; of a short chunk, all.
-            vi weight_peak{}, group_peaks[kChunk / kGroup]{};
+            // Of groups that end within a half of a chunk there is one at a time in either half.
+            const int first_group = (start - groups_start) / kGroup;
+            vi weight_peak{}, group_peaks[2]{};
             vf first_peak{};
             LogChunk statistics;
             for (int i = 0; i < half; i += kLanes) {
@@ -267,7 +268,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                         w = to_float(load_bytes(weight_codes + o) - weight_zero) * weight_scale;
                     else if (kInTwo)
                         w = to_float(joined<kFiner>(weight_pair >> 4 * j, finer_pair >> 4 * j) - weight_zero) *
-                            (kWeight == From::kGroups ? splat(weight_scales[(e - groups_start) / kGroup]) : weight_scale);
+                            (kWeight == From::kGroups ? splat(weight_scales[first_group + (uint32_t)o / kGroup]) : weight_scale);
                     else
                         w = load<vf>(b.w + e);
                     const vf g = kNarrow ? load_bf16(b.narrow_g + e) : load<vf>(b.g + e);
@@ -303,7 +304,7 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                     if (kPaysBack) pay_back(target, first, c);
                     store(b.w + e, target);
                     if (kWeight == From::kPlace) store(backup + o, w);
-                    vi& peak = kWeight != From::kGroups ? weight_peak : group_peaks[is_short ? o / kGroup : j];
+                    vi& peak = kWeight != From::kGroups || is_short ? weight_peak : group_peaks[j];
                     peak = max(peak, bits(target) & 0x7FFFFFFF);  // infinity and NaN are above the numbers
                     store(b.m + e, first);
                     if (!kInjects) first_peak = larger_magnitude(first_peak, first);
@@ -319,9 +320,10 @@ bool advance_chunks(const MlTask& task, const Span& span, const Tile& tile) {
                     }
             }
             if (kWeight == From::kGroups && is_short)
-                for (int j = 0; j < length / kGroup; ++j) {
-                    b.weight_peaks[start / kGroup + j] = from_bits(group_peaks[j]);
-                    weight_peak = max(weight_peak, group_peaks[j]);
+                for (int from = start; from < start + elements; from += kGroup) {  // of targets that were stored just now
+                    vf largest{};
+                    for (int i = 0; i < kGroup; i += kLanes) largest = larger_magnitude(largest, load<vf>(b.w + from + i));
+                    b.weight_peaks[from / kGroup] = largest;
                 }
             if (kWeight != From::kPlace && kWeight != From::kGroups) b.weight_peaks[chunk] = from_bits(weight_peak);
             largest_target = max(largest_target, weight_peak);
