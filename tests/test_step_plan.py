@@ -211,9 +211,10 @@ def test_nothing_keeps_replaced_states_alive():
     assert codes() is None
 
 
-def test_keys_of_many_parameters_are_those_of_each():
-    seeds, steps = [0, 5, 2**63 - 1], [1, 2**24, 7]
-    identities = [parameter_id(name) for name in ("a", "b", "c")]
+@pytest.mark.parametrize("times", [1, 5])  # few parameters go another way
+def test_keys_of_many_parameters_are_those_of_each(times):
+    seeds, steps = [0, 5, 2**63 - 1] * times, [1, 2**24, 7] * times
+    identities = [parameter_id(name) for name in "abcdefghijklmno"[: 3 * times]]
     keys = stream_keys(*(np.array(column, dtype=np.uint64) for column in (seeds, steps, identities)))
     expected = [[stream_key(*row, p) for p in PURPOSES] for row in zip(seeds, steps, identities, strict=True)]
     assert keys.tolist() == expected

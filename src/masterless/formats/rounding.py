@@ -34,6 +34,7 @@ PURPOSES = {"weight": 1, "exp_avg": 2, "exp_avg_sq": 3}
 
 FRACTION = 15  # bits of a fraction that stochastic rounding looks at, by adding random ones to them
 
+_FEW = 4  # parameters, such as the one of a step in backward: numpy's calls take longer than their keys
 _MASK64 = (1 << 64) - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -83,8 +84,17 @@ def stream_keys(
     seeds: NDArray[np.uint64], steps: NDArray[np.uint64], parameters: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
     """`stream_key` of many parameters at once: ``[n, purposes]``, in the order of `PURPOSES`."""
+    if len(parameters) <= _FEW:
+        steps = np.broadcast_to(steps, parameters.shape)
+        each = zip(seeds.tolist(), steps.tolist(), parameters.tolist(), strict=True)
+        return np.array([_keys_of_purposes(*numbers) for numbers in each], dtype=np.uint64)
     key = _splitmix64(_splitmix64(_splitmix64(seeds) ^ steps) ^ parameters)
     return _splitmix64(key[:, None] ^ np.array(list(PURPOSES.values()), dtype=np.uint64))
+
+
+def _keys_of_purposes(seed: int, step: int, parameter: int) -> list[int]:
+    key = _splitmix64(_splitmix64(_splitmix64(seed) ^ step) ^ parameter)
+    return [_splitmix64(key ^ purpose) for purpose in PURPOSES.values()]
 
 
 def _signed64(value: int) -> int:
